@@ -73,7 +73,7 @@ def check_ssd(inputs, seq_idx=None, cu_seqlens=None, **kwargs):
     assert init is None or actual[-1].shape == init.shape
 
 
-@pytest.mark.parametrize("length,chunk", [(1, 16), (1, 1), (21, 8), (16, 8), (21, 40), (50, 7), (5, 1)])
+@pytest.mark.parametrize(("length", "chunk"), [(1, 16), (1, 1), (21, 8), (16, 8), (21, 40), (50, 7), (5, 1)])
 def test_chunked_ssd_equals_the_recurrence_for_any_length_and_chunk(length, chunk):
     check_ssd(ssd_inputs(L=length), chunk_size=chunk, dt_softplus=True)
 
@@ -142,7 +142,8 @@ def test_large_decay_gives_no_inf_or_nan_in_fp32_or_bf16():
         inputs = ssd_inputs(L=300, dtype=dtype)
         inputs[2] = inputs[2] * 1e4
         y, final = ssm.chunk_scan(*inputs, chunk_size=256, dt_softplus=True)
-        assert y.dtype == dtype and final.dtype == torch.float32
+        assert y.dtype == dtype
+        assert final.dtype == torch.float32
         grads = ssm.chunk_scan_backward(y, final, *inputs, chunk_size=256, dt_softplus=True)
         assert all(t.isfinite().all() for t in (y, final, *grads))
         assert [t.dtype for t in grads] == [t.dtype for t in inputs]
@@ -154,7 +155,7 @@ def test_the_memory_bound_does_not_change_the_result(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change,message",
+    ("change", "message"),
     [
         ({"chunk_size": 0}, "chunk_size 0"),
         ({"dt_min": -1.0}, "dt_min -1.0"),
@@ -322,7 +323,8 @@ def test_conv_steps_continue_the_sequence(kept):
     for t in range(9):
         y_t, new = ssm_conv.conv_update(x[:, t], state, weight, bias, activation="silu")
         torch.testing.assert_close(y_t, y[:, t])
-        assert new.shape == state.shape and new.data_ptr() != state.data_ptr()
+        assert new.shape == state.shape
+        assert new.data_ptr() != state.data_ptr()
         state = new
     torch.testing.assert_close(state, x[:, 9 - kept :].transpose(1, 2))
 
