@@ -140,10 +140,23 @@ def _checked(check: Callable[..., None], function: Callable[..., Any], *, skip: 
 
     @wraps(function)
     def run(*args: Any, kind: str, window: Any = None, scale: float, softcap: float | None = None, **rest: Any) -> Any:
-        tensors = len(args) - skip
-        own = args[skip:] + (None,) * (_ARITY[check] - tensors)
+        own = args[skip:] + (None,) * (_ARITY[check] - (len(args) - skip))
         check(function.__name__.strip("_").removesuffix("_fake"), *own, kind, window, scale, softcap)
         return function(*args, kind=kind, window=window, scale=scale, softcap=softcap, **rest)
+
+    return run
+
+
+def _outside_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with autocast off: it would cast the fp32 scores of the reference's matmuls."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = args[0].device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return run
 
@@ -388,7 +401,7 @@ _LATENT_AXES = {
 ATTENTION_BACKWARD = define(
     f"attention_backward(Tensor grad, {_QKV}, {_STRUCTURE}, *, {_OPTIONS}, bool mask_grad=False)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_checked(_check_attention, ref.attention_backward, skip=1),
+    reference=_checked(_check_attention, _outside_autocast(ref.attention_backward), skip=1),
     fake=_checked(_check_attention, _attention_backward_fake, skip=1),
     cost=_attention_backward_cost,
     axes={
@@ -405,7 +418,7 @@ ATTENTION_BACKWARD = define(
 ATTENTION = _cast_leading(
     define(
         f"attention({_QKV}, {_STRUCTURE}, *, {_OPTIONS}) -> Tensor",
-        reference=_checked(_check_attention, ref.attention),
+        reference=_checked(_check_attention, _outside_autocast(ref.attention)),
         fake=_checked(_check_attention, _attention_fake),
         cost=_attention_cost,
         axes={**_ATTENTION_AXES, "out": ("batch", "heads", "seq", "value_dim")},
@@ -418,7 +431,7 @@ ATTENTION = _cast_leading(
 LATENT_ATTENTION_BACKWARD = define(
     f"latent_attention_backward(Tensor grad, {_LATENT}, {_STRUCTURE}, *, {_OPTIONS}, bool mask_grad=False)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    reference=_checked(_check_latent, ref.latent_attention_backward, skip=1),
+    reference=_checked(_check_latent, _outside_autocast(ref.latent_attention_backward), skip=1),
     fake=_checked(_check_latent, _latent_attention_backward_fake, skip=1),
     cost=_latent_backward_cost,
     axes={
@@ -436,7 +449,7 @@ LATENT_ATTENTION_BACKWARD = define(
 LATENT_ATTENTION = _cast_leading(
     define(
         f"latent_attention({_LATENT}, {_STRUCTURE}, *, {_OPTIONS}) -> Tensor",
-        reference=_checked(_check_latent, ref.latent_attention),
+        reference=_checked(_check_latent, _outside_autocast(ref.latent_attention)),
         fake=_checked(_check_latent, _latent_attention_fake),
         cost=_latent_cost,
         axes={**_LATENT_AXES, "out": _LATENT_AXES["q_latent"]},
