@@ -360,3 +360,54 @@ def state_update(
     if z is not None:
         y = y * F.silu(z.to(dtype))
     return y.to(x.dtype).contiguous(), new.to(state.dtype).contiguous()
+
+
+def state_update_backward(
+    dy: Tensor | None, dnew_state: Tensor | None,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    *, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients (dstate, dx, ddt, dA, dB, dC, dD, dz, ddt_bias) of :func:`state_update`; empty where that was None."""
+    check_limits(dt_min, dt_max)
+    dtype = math_dtype(x)
+    groups = B.shape[1]
+    share = heads_of(groups, x.shape[1])
+    step = time_step(dt, dt_bias, dtype, softplus=dt_softplus, minimum=dt_min, maximum=dt_max)
+    old, xs, As = state.to(dtype), x.to(dtype), (A[:, None] if A.dim() == 1 else A).to(dtype)
+    Bs, Cs = (t.to(dtype).repeat_interleave(share, 1)[:, :, None] for t in (B, C))  # [b, h, 1, n]
+    decay = torch.exp(step[..., None] * As)[:, :, None]
+    scaled = (step[..., None] * xs)[..., None]
+    new = decay * old + scaled * Bs
+    dout = torch.zeros_like(xs) if dy is None else dy.to(dtype)
+    dz, dD, dx = absent(x), absent(x), torch.zeros_like(xs)
+    if z is not None:
+        y = (new * Cs).sum(-1) + (0 if D is None else xs * _per_head(D, dtype))
+        dz = silu_backward(dout * y, z.to(dtype)).to(z.dtype).contiguous()
+        dout = dout * F.silu(z.to(dtype))
+    if D is not None:
+        dx = dout * _per_head(D, dtype)
+        dD = (dout * xs).sum((0,) if D.dim() == 2 else (0, 2)).to(D.dtype)
+    dnew = dout[..., None] * Cs
+    if dnew_state is not None:
+        dnew = dnew + dnew_state.to(dtype)
+    dexponent = (dnew * old * decay).sum(2)  # [b, h, n]
+    from_B = (dnew * Bs).sum(-1)
+    dstep = (dexponent * As).sum(-1) + (from_B * xs).sum(-1)
+    dA = (dexponent * step[..., None]).sum(0)
+    ddt = time_step_backward(dstep, dt, dt_bias, softplus=dt_softplus, minimum=dt_min, maximum=dt_max)
+
+    def of_groups(t: Tensor, like: Tensor) -> Tensor:  # [b, h, n] -> [b, g, n]
+        return t.unflatten(1, (groups, share)).sum(2).to(like.dtype)
+
+    return (
+        (dnew * decay).to(state.dtype).contiguous(),
+        (dx + from_B * step[..., None]).to(x.dtype).contiguous(),
+        ddt.to(dt.dtype).contiguous(),
+        (dA.sum(-1) if A.dim() == 1 else dA).to(A.dtype),
+        of_groups((dnew * scaled).sum(2), B),
+        of_groups((dout[..., None] * new).sum(2), C),
+        dD,
+        dz,
+        absent(x) if dt_bias is None else ddt.sum(0).to(dt_bias.dtype),
+    )

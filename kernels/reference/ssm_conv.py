@@ -131,3 +131,29 @@ def conv_update(
         y = F.silu(y)
     new = full[..., full.shape[-1] - conv_state.shape[-1] :]
     return y.to(x.dtype), new.to(conv_state.dtype).clone(memory_format=torch.contiguous_format)
+
+
+def conv_update_backward(
+    dy: Tensor | None, dnew_state: Tensor | None,
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients (dx, dconv_state, dweight, dbias) of :func:`conv_update`; dbias is empty without a bias."""
+    dtype, kept = math_dtype(x), conv_state.shape[-1]
+    tail = weight.shape[1] - 1
+    dx, dweight, dbias, dtail = causal_conv1d_backward(
+        None if dy is None else dy.to(dtype)[:, None], None,
+        x.to(dtype)[:, None], weight, bias, conv_state.to(dtype)[..., kept - tail :], activation=activation,
+    )  # fmt: skip
+    dfull = F.pad(dtail, (kept - tail, 1))
+    dfull[..., -1] += dx[:, 0]
+    if dnew_state is not None:
+        dfull[..., 1:] += dnew_state.to(dtype)
+    dstate, dx = dfull[..., :kept], dfull[..., kept]
+    fresh = torch.contiguous_format
+    dbias = dbias if bias is not None else absent(x)
+    return (
+        dx.to(x.dtype).clone(memory_format=fresh),
+        dstate.to(conv_state.dtype).clone(memory_format=fresh),
+        dweight,
+        dbias,
+    )

@@ -42,11 +42,13 @@ def gated_rms_norm(
 
 
 def gated_rms_norm_backward(
-    dy: Tensor, x: Tensor, z: Tensor | None, weight: Tensor, *, eps: float, group_size: int, norm_before_gate: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor | None, x: Tensor, z: Tensor | None, weight: Tensor,
+    *, eps: float, group_size: int, norm_before_gate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dx, dz, dweight) of :func:`gated_rms_norm`; dz is empty without a gate."""
     dtype = math_dtype(x)
-    xs, w, dout = x.to(dtype), weight.to(dtype), dy.to(dtype)
+    xs, w = x.to(dtype), weight.to(dtype)
+    dout = torch.zeros_like(xs) if dy is None else dy.to(dtype)
     zs = None if z is None else z.to(dtype)
     value = xs if zs is None or norm_before_gate else xs * F.silu(zs)
     groups = _grouped(value, group_size)
