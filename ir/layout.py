@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -74,12 +73,20 @@ class Features:
         source: [heads, features] index into ``sources``.
         feature: [heads, features] index of the feature within its source.
         widths: number of features per token of each source.
+        ids: element numbers of every node on the way, [.., as the node's shape with small symbols].
+        own: element numbers of the operand itself.
     """
 
     sources: tuple[fx.Node, ...]
     source: torch.Tensor
     feature: torch.Tensor
     widths: tuple[int, ...]
+    ids: dict[fx.Node, torch.Tensor] = field(repr=False)
+    own: torch.Tensor = field(repr=False)
+
+    def used(self) -> list[int]:
+        """Indices of the sources that the operand really takes features from."""
+        return [int(i) for i in self.source.unique()]
 
     def columns(self, index: int) -> list[int]:
         """Feature positions (the same for every head) that come from source ``index``; LayoutError if heads differ."""
@@ -141,19 +148,20 @@ def trace(graph: Graph, node: fx.Node, *, batch_dim: int, seq_dim: int, feature_
     order = _layout_ancestors(node)
     for current in order:
         fake = current.meta.get(VALUE)
-        if isinstance(fake, (int, torch.SymInt)):
-            cache[current] = small(fake)
+        if _is_size(fake):
+            cache[current] = fx.node.map_aggregate(fake, value_of)
         elif not is_layout(current):
             if not isinstance(fake, torch.Tensor):
                 raise LayoutError(f"{current.name} is not a tensor")
             cache[current] = source_ids(current)
         else:
+            if current.op == "call_method" and current.target in _CASTS:
+                cache[current] = cache[current.args[0]]  # type: ignore[index]
+                continue
             args = fx.map_arg(current.args, lambda n: cache[n])
             kwargs = fx.map_arg(current.kwargs, lambda n: cache[n])
             args, kwargs = fx.node.map_aggregate(args, value_of), fx.node.map_aggregate(kwargs, value_of)
-            if current.op == "call_method" and current.target in _CASTS:
-                cache[current] = args[0]
-            elif current.op == "call_method":
+            if current.op == "call_method":
                 cache[current] = getattr(args[0], str(current.target))(*args[1:], **kwargs)
             else:
                 cache[current] = current.target(*args, **kwargs)  # type: ignore[operator]
@@ -182,7 +190,8 @@ def trace(graph: Graph, node: fx.Node, *, batch_dim: int, seq_dim: int, feature_
                 flat = flat * shape[d] + coordinates[d]
         feature[mine] = flat
         widths.append(math.prod(shape[d] for d in keep))
-    return Features(tuple(sources), which[0, 0], feature, tuple(widths))
+    tensors = {n: v for n, v in cache.items() if isinstance(v, torch.Tensor)}
+    return Features(tuple(sources), which[0, 0], feature, tuple(widths), tensors, cache[node])
 
 
 def _token_dims(local: torch.Tensor, mine: torch.Tensor, shape: list[int]) -> set[int]:
@@ -209,6 +218,13 @@ def _token_dims(local: torch.Tensor, mine: torch.Tensor, shape: list[int]) -> se
     return found
 
 
+def _is_size(value: Any) -> bool:
+    """Whether a node's value is a size or a shape, known without executing anything."""
+    if isinstance(value, (tuple, list)):
+        return all(isinstance(v, (int, torch.SymInt)) for v in value)
+    return isinstance(value, (int, torch.SymInt))
+
+
 def _layout_ancestors(node: fx.Node) -> list[fx.Node]:
     """The layout nodes above ``node`` and their first non-layout inputs, inputs first."""
     order: list[fx.Node] = []
@@ -223,10 +239,13 @@ def _layout_ancestors(node: fx.Node) -> list[fx.Node]:
             continue
         seen.add(current)
         stack.append((current, True))
-        if isinstance(current.meta.get(VALUE), (int, torch.SymInt)):
+        if _is_size(current.meta.get(VALUE)):
             continue
         if is_layout(current):
-            stack.extend((n, False) for n in current.all_input_nodes)
+            inputs = current.all_input_nodes
+            if current.op == "call_method" and current.target in _CASTS:
+                inputs = inputs[:1]  # the others say only which dtype
+            stack.extend((n, False) for n in inputs)
     return order
 
 
@@ -281,8 +300,29 @@ def as_slice(indices: list[int]) -> slice | None:
     return None
 
 
+def check_rows(total: int, rows: torch.Tensor) -> tuple[int, int]:
+    """Start and stride of the heads' row blocks in a weight of ``total`` rows; LayoutError if a view cannot reach them.
+
+    Args:
+        rows: [heads, features] row numbers.
+    """
+    heads, width = rows.shape
+    start = int(rows[0, 0])
+    if not bool((rows == rows[:, :1] + torch.arange(width)).all()):
+        raise LayoutError("rows of the weight are not consecutive within a head")
+    if heads == 1:
+        return start, width
+    stride = int(rows[1, 0] - rows[0, 0])
+    if stride < width or not bool((rows[:, 0] == start + stride * torch.arange(heads)).all()):
+        raise LayoutError("heads are not at regular distances in the weight")
+    low = (start // stride) * stride
+    if stride != width and (start - low + width > stride or low + heads * stride > total):
+        raise LayoutError("heads cross the stride of the weight")
+    return start, stride
+
+
 def rows_of(graph: Graph, weight: fx.Node, rows: torch.Tensor, *, transposed: bool) -> fx.Node:
-    """Nodes for ``W[rows]`` of a [out, in] weight: [heads, features, in], as a view wherever the rows are regular.
+    """Nodes for ``W[rows]`` of a [out, in] weight, as views: [heads, features, in] (a bias: [heads, features]).
 
     Args:
         weight: node of the weight ([in, out] if ``transposed``) or of a bias [out].
@@ -294,24 +334,13 @@ def rows_of(graph: Graph, weight: fx.Node, rows: torch.Tensor, *, transposed: bo
     if transposed:
         weight = graph.method("t", weight)
     total = int(graph.shape(weight)[0])
+    start, stride = check_rows(total, rows)
     heads, width = rows.shape
-    start = int(rows[0, 0])
-    if not bool((rows == rows[:, :1] + torch.arange(width)).all()):
-        raise LayoutError("rows of the weight are not consecutive within a head")
-    if heads == 1:
-        return graph.method("unsqueeze", graph.call(operator.getitem, weight, slice(start, start + width)), 0)
-    stride = int(rows[1, 0] - rows[0, 0])
-    if stride < width or not bool((rows[:, 0] == start + stride * torch.arange(heads)).all()):
-        raise LayoutError("heads are not at regular distances in the weight")
-    if stride == width:
-        block = graph.call(operator.getitem, weight, slice(start, start + heads * width))
-        return graph.method("unflatten", block, 0, (heads, width))
-    low = (start // stride) * stride
-    if start - low + width > stride or low + heads * stride > total:
-        raise LayoutError("heads cross the stride of the weight")
-    block = weight if (low, heads * stride) == (0, total) else graph.call(operator.getitem, weight, slice(low, low + heads * stride))
+    low = start if stride == width else (start // stride) * stride
+    block = weight
+    if (low, heads * stride) != (0, total):
+        block = graph.call(operator.getitem, weight, slice(low, low + heads * stride))
     block = graph.method("unflatten", block, 0, (heads, stride))
+    if stride == width:
+        return block
     return graph.call(operator.getitem, block, (slice(None), slice(start - low, start - low + width)))
-
-
-Rule = Callable[[fx.Node], bool]

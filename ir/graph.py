@@ -1,0 +1,266 @@
+"""The Graph: an FX graph of torch calls and canonical ops, with its weights, symbols and provenance."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from latentscan.ir.errors import CaptureError
+from latentscan.ir.weights import Added, Recipe, Weight
+
+VALUE = "example_value"  # Dynamo's key for a node's fake value
+PRODUCED_BY = "latentscan_pass"  # node.meta: name of the pass that made the node
+REGION = "latentscan_recompute"  # node.meta: id of the gradient-checkpointing region that the node belongs to
+
+_IMPURE_FUNCTIONS = {operator.setitem, operator.iadd, operator.imul, torch._assert, torch._assert_async}
+_RANDOM = {"dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "randint", "normal"}
+
+
+def normal_path(source: str) -> str:
+    """Dynamo's name of a module or weight as a plain dotted path.
+
+    ``L['self']._modules['model']._parameters['weight']`` and ``L['self'].model.weight`` both give ``model.weight``.
+    """
+    text = re.sub(r"""\._(?:modules|parameters|buffers)\[['"]([^'"]+)['"]\]""", r".\1", source)
+    text = re.sub(r"""^[LG]\[['"][^'"]+['"]\](?:\[\d+\])*(?:\.__self__|\.forward|\._orig_mod)*""", "", text)
+    return re.sub(r"""\[['"]?([^'"\]]+)['"]?\]""", r".\1", text).lstrip(".")
+
+
+class Graph:
+    """A traced model, open for passes.
+
+    Attributes:
+        module: the ``fx.GraphModule`` that passes rewrite.
+        inputs: names of the placeholders that the traced callable was called with, in order.
+        weights: placeholder name -> :class:`Weight`.
+        added: new weights, in the order of their placeholders, which come after ``inputs``.
+        training: whether the graph was traced with gradients enabled.
+        events: provenance: one line for each thing that a pass did, in order.
+    """
+
+    def __init__(self, module: fx.GraphModule, weights: dict[str, Weight], *, training: bool) -> None:
+        self.module = module
+        self.weights = weights
+        self.training = training
+        self.inputs = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+        self.added: list[Added] = []
+        self.events: list[str] = []
+        self._by_path = {w.path: w for w in weights.values()}
+        self._like: fx.Node | None = None
+        self._pass = ""
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.module.graph.nodes)
+
+    def calls(self, *targets: Any) -> list[fx.Node]:
+        """Nodes that call one of the given functions, ops, or methods (by name)."""
+        wanted = set(targets)
+        return [n for n in self.graph.nodes if n.op in ("call_function", "call_method") and n.target in wanted]
+
+    def node(self, name: str) -> fx.Node:
+        for n in self.graph.nodes:
+            if n.name == name:
+                return n
+        raise CaptureError(f"no node is named {name!r}")
+
+    def weight(self, node: Any) -> Weight | None:
+        """The weight that a placeholder stands for, or None."""
+        return self.weights.get(node.name) if isinstance(node, fx.Node) else None
+
+    def weight_at(self, path: str) -> Weight | None:
+        return self._by_path.get(path)
+
+    def value(self, node: Any) -> Any:
+        """The fake value of a node (or the argument itself if it is no node)."""
+        return node.meta.get(VALUE) if isinstance(node, fx.Node) else node
+
+    def shape(self, node: fx.Node) -> tuple[Any, ...]:
+        return tuple(self.value(node).shape)
+
+    @property
+    def fake_mode(self) -> Any:
+        for n in self.graph.nodes:
+            value = n.meta.get(VALUE)
+            if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
+                return value.fake_mode
+        raise CaptureError("the graph holds no fake tensor")
+
+    def symbols(self) -> dict[sympy.Symbol, str]:
+        """Free shape symbols -> the SymInt placeholder that carries them at run time."""
+        found: dict[sympy.Symbol, str] = {}
+        for n in self.graph.nodes:
+            if n.op == "placeholder":
+                value = n.meta.get(VALUE)
+                if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+                    found[value.node.expr] = n.name
+        return found
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def before(self, anchor: fx.Node, pass_name: str) -> Iterator[None]:
+        """New nodes go before ``anchor`` and inherit its module, stack trace and recompute region."""
+        saved = self._like, self._pass
+        self._like, self._pass = anchor, pass_name
+        try:
+            with self.graph.inserting_before(anchor):
+                yield
+        finally:
+            self._like, self._pass = saved
+
+    @contextmanager
+    def after(self, anchor: fx.Node, pass_name: str) -> Iterator[None]:
+        """New nodes go after ``anchor`` in the order in which they are made."""
+        following = anchor.next
+        while following.op == "placeholder":
+            following = following.next
+        saved = self._like, self._pass
+        self._like, self._pass = anchor, pass_name
+        try:
+            with self.graph.inserting_before(following):
+                yield
+        finally:
+            self._like, self._pass = saved
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a function call; its fake value is computed now, so a wrong shape fails here."""
+        return self._made(self.graph.call_function(function, args, kwargs))
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        return self._made(self.graph.call_method(name, args, kwargs))
+
+    def _made(self, node: fx.Node) -> fx.Node:
+        node.meta[VALUE] = self.evaluate(node)
+        if self._like is not None:
+            for key in ("nn_module_stack", "stack_trace", REGION):
+                if key in self._like.meta:
+                    node.meta[key] = self._like.meta[key]
+        node.meta[PRODUCED_BY] = self._pass
+        return node
+
+    def evaluate(self, node: fx.Node) -> Any:
+        """The fake value that a call node has, given its arguments' fake values."""
+
+        def get(value: fx.Node) -> Any:
+            return value.meta[VALUE]
+
+        args = fx.map_arg(node.args, get)
+        kwargs = fx.map_arg(node.kwargs, get)
+        with self.fake_mode, torch.no_grad():
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def add_weights(self, recipe: Recipe, values: Sequence[torch.Tensor]) -> list[fx.Node]:
+        """Append one placeholder for each target of ``recipe``.
+
+        Args:
+            values: tensors that have the targets' shapes, dtypes and devices (fake ones will do).
+        """
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        last = placeholders[-1]
+        made = []
+        for index, (path, value) in enumerate(zip(recipe.targets, values, strict=True)):
+            existing = next((a for a in self.added if a.path == path), None)
+            if existing is not None:
+                made.append(self.node(existing.placeholder))
+                continue
+            with self.graph.inserting_after(last):
+                node = self.graph.placeholder("latentscan_" + re.sub(r"\W", "_", path))
+            last = node
+            with self.fake_mode:
+                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            node.meta[VALUE] = fake
+            self.added.append(Added(path, node.name, recipe, index))
+            made.append(node)
+        return made
+
+    def replace(self, old: fx.Node, new: fx.Node) -> None:
+        """Let every user of ``old`` use ``new``."""
+        old.replace_all_uses_with(new)
+
+    def clean(self) -> int:
+        """Erase dead nodes, keeping whatever writes memory, draws random numbers or appends to a cache."""
+        erased = 0
+        for node in reversed(self.nodes):
+            if node.users or node.op in ("placeholder", "output") or is_impure(node):
+                continue
+            self.graph.erase_node(node)
+            erased += 1
+        self.module.recompile()
+        return erased
+
+    def copy(self) -> Graph:
+        """An independent copy of the graph; weights and fake values are shared."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.graph, mapping)
+        graph.output(output)
+        old_output = next(n for n in self.graph.nodes if n.op == "output")
+        new_output = next(n for n in graph.nodes if n.op == "output")
+        new_output.meta = dict(old_output.meta)
+        renamed = False
+        for old, new in mapping.items():
+            new.meta = dict(old.meta)
+            if hasattr(old, "_dynamo_source"):
+                new._dynamo_source = old._dynamo_source
+            renamed |= old.name != new.name
+            new.name = old.name
+        module = fx.GraphModule(self.module, graph)
+        other = Graph.__new__(Graph)
+        other.__dict__.update(self.__dict__)
+        other.module = module
+        other.inputs, other.added, other.events = list(self.inputs), list(self.added), list(self.events)
+        return other
+
+    def restore(self, saved: Graph) -> None:
+        """Become ``saved`` again (a copy made before a pass)."""
+        self.__dict__.update(saved.copy().__dict__)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module that a node was traced in, or the empty string."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    return normal_path(list(stack.values())[-1][0])
+
+
+def module_class(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    kind = list(stack.values())[-1][1]
+    return kind if isinstance(kind, str) else kind.__name__
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Whether a node must stay although nobody reads its value."""
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if node.op == "call_module":
+        return True
+    if node.op != "call_function":
+        return False
+    if node.target in _IMPURE_FUNCTIONS or getattr(node.target, "__name__", "") in _RANDOM:
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable or node.target._opname.startswith("cache_append")
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    return node.kwargs.get("out") is not None or getattr(node.target, "__name__", "x_").endswith("_")

@@ -1,0 +1,81 @@
+"""Latent structure of an attention: which part of K and V is linear in which latent, and which part is rotated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from latentscan.ir.graph import Graph
+from latentscan.ir.layout import Features, LayoutError, Linear, linear_of, strip_layout, trace
+from latentscan.ir.normalize import ATTENTION
+
+
+@dataclass(frozen=True)
+class Operand:
+    """K or V of an attention as a map from sources.
+
+    Attributes:
+        linear: the one linear map that feeds it, or None.
+        rows: [kv_heads, n] rows of that map's weight, for the features in ``columns``.
+        columns: feature positions that are linear in the latent.
+        other: positions of the remaining features.
+        features: where every feature comes from.
+    """
+
+    linear: Linear | None
+    rows: torch.Tensor
+    columns: list[int]
+    other: list[int]
+    features: Features
+
+
+def operand(graph: Graph, node: fx.Node) -> Operand:
+    """Follow K or V [B, heads, T, D] of an attention. Raises LayoutError."""
+    features = trace(graph, node, batch_dim=0, seq_dim=2, feature_dims=(1, 3))
+    width = features.source.shape[1]
+    linear, columns = None, []
+    for index in features.used():
+        source = features.sources[index]
+        found = linear_of(graph, source)
+        if found is not None:
+            if linear is not None:
+                raise LayoutError(f"features come from two linear maps, {linear.node.name} and {source.name}")
+            linear, columns = found, features.columns(index)
+    other = [i for i in range(width) if i not in set(columns)]
+    return Operand(linear, features.feature[:, columns], columns, other, features)
+
+
+def latent_source(graph: Graph, x: fx.Node) -> fx.Node:
+    """The latent behind a linear map's input: a node [B, T, C] or [B, 1, T, C]. Raises LayoutError."""
+    if len(graph.shape(x)) < 3:
+        x = strip_layout(x)
+    shape = graph.shape(x)
+    if len(shape) == 3 or (len(shape) == 4 and shape[1] == 1):
+        return x
+    raise LayoutError(f"the latent {x.name} has shape {list(shape)}, neither [B, T, C] nor [B, 1, T, C]")
+
+
+def latent_node(graph: Graph, x: fx.Node) -> fx.Node:
+    """The latent [B, T, C]; inserts a node only if a dimension has to go."""
+    source = latent_source(graph, x)
+    return source if len(graph.shape(source)) == 3 else graph.method("squeeze", source, 1)
+
+
+def same_latent(a: Linear, b: Linear) -> bool:
+    return a.x is b.x or strip_layout(a.x) is strip_layout(b.x)
+
+
+def attentions(graph: Graph) -> list[fx.Node]:
+    return graph.calls(ATTENTION)
+
+
+def argument(node: fx.Node, name: str) -> object:
+    """An argument of a canonical op call by its name, with the schema's default."""
+    for position, spec in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if spec.name == name:
+            if name in node.kwargs:
+                return node.kwargs[name]
+            return node.args[position] if position < len(node.args) and not spec.kwarg_only else spec.default_value
+    raise KeyError(name)
