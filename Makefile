@@ -51,7 +51,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --quiet --fix .
 	$(BIN)/ruff format --quiet .
 
-## make packages     write the list of packages in setup.cfg
+## make packages     after adding a folder: make its __init__.py and list it in setup.cfg
 packages:
 	$(PYTHON) tests/layout.py --write
 

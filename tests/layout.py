@@ -1,8 +1,8 @@
 """The house rules that a script can hold: who may import whom, what is imported late, long files, the package list.
 
 Run as a script (``python tests/layout.py``) it needs nothing but Python: it prints what it finds and exits 1 if that is
-anything; with ``--write`` it first brings the package list of setup.cfg up to date. tests/test_layout.py runs it on the
-repository and on deliberate mistakes.
+anything. With ``--write`` it first makes missing ``__init__.py`` files and lists all packages in setup.cfg.
+tests/test_layout.py runs it on the repository and on deliberate mistakes.
 """
 
 from __future__ import annotations
@@ -70,10 +70,9 @@ def check_tree(root: Path = ROOT) -> list[Violation]:
     found = []
     for path in sources(root):
         found += check_source(path.read_text(encoding="utf-8"), path.relative_to(root).as_posix())
-    for folder in sorted({path.parent for path in sources(root)}):
-        if not (folder / "__init__.py").exists():
-            where = folder.relative_to(root).as_posix()
-            found.append(Violation(where, 1, "holds Python files but no __init__.py: no wheel would contain it"))
+    for folder in _folders_without_init(root):
+        where = folder.relative_to(root).as_posix()
+        found.append(Violation(where, 1, "holds Python files but no __init__.py: run `make packages`"))
     return found + check_rooms(root) + check_packages(root)
 
 
@@ -130,7 +129,9 @@ def listed_packages(root: Path = ROOT) -> list[str]:
 
 
 def write_packages(root: Path = ROOT) -> None:
-    """Bring the package list of setup.cfg up to date."""
+    """Make every folder that holds Python files a package, and list all packages in setup.cfg."""
+    for folder in _folders_without_init(root):
+        (folder / "__init__.py").touch()
     setup = root / "setup.cfg"
     lines = "".join(f"    {name}\n" for name in packages(root))
     text = setup.read_text(encoding="utf-8")
@@ -138,6 +139,12 @@ def write_packages(root: Path = ROOT) -> None:
     if count != 1:
         raise SystemExit("setup.cfg: expected one list `packages =`")
     setup.write_text(text, encoding="utf-8")
+
+
+def _folders_without_init(root: Path) -> list[Path]:
+    """Folders with Python files that no wheel would contain, and those between them and the root."""
+    folders = {folder for path in sources(root) for folder in path.parents if root in folder.parents}
+    return sorted(folder for folder in folders if not (folder / "__init__.py").exists())
 
 
 def _room_of(path: str) -> str:
@@ -208,7 +215,9 @@ def _top_level(tree: ast.Module) -> Iterator[ast.AST]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check the house rules.")
-    parser.add_argument("--write", action="store_true", help="first bring the package list of setup.cfg up to date")
+    parser.add_argument(
+        "--write", action="store_true", help="first make __init__.py files and list the packages in setup.cfg"
+    )
     if parser.parse_args().write:
         write_packages()
     found = check_tree()

@@ -109,10 +109,13 @@ def test_a_removed_subpackage_must_be_unlisted(small_house: Path):
     ]
 
 
-def test_a_folder_of_python_files_without_init_is_found(small_house: Path):
-    (small_house / "ir" / "ops").mkdir()
-    (small_house / "ir" / "ops" / "rope.py").touch()
-    assert [v.path for v in layout.check_tree(small_house)] == ["ir/ops"]
+def test_a_folder_of_python_files_without_init_is_found_and_make_packages_makes_it_one(small_house: Path):
+    (small_house / "ir" / "ops" / "deep").mkdir(parents=True)
+    (small_house / "ir" / "ops" / "deep" / "rope.py").touch()
+    assert [v.path for v in layout.check_tree(small_house)] == ["ir/ops", "ir/ops/deep"]
+    layout.write_packages(small_house)
+    assert layout.check_tree(small_house) == []
+    assert layout.listed_packages(small_house)[-2:] == ["latentscan.ir.ops", "latentscan.ir.ops.deep"]
 
 
 def test_a_room_that_the_design_does_not_have_is_found(small_house: Path):
