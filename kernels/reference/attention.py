@@ -67,13 +67,15 @@ def visible(
     ``mask`` may be bool or floating (see the module's text for what is hidden then). Adds no guard on symbolic lengths.
     """
     terms: list[Tensor] = []
-    queries = torch.arange(q_len, device=device) + alignment(q_len, kv_len)
-    keys = torch.arange(kv_len, device=device)
-    if kind == "causal":
-        terms.append((keys[None, :] <= queries[:, None])[None, None])
-    if window is not None:
-        terms.append((keys[None, :] > queries[:, None] - window)[None, None])
+    if kind == "causal" or window is not None:
+        queries = torch.arange(q_len, device=device)[:, None] + alignment(q_len, kv_len)
+        keys = torch.arange(kv_len, device=device)[None, :]
+        if kind == "causal":
+            terms.append((keys <= queries)[None, None])
+        if window is not None:
+            terms.append((keys > queries - window)[None, None])
     if cu_seqlens is not None:
+        keys = torch.arange(kv_len, device=device)
         number = torch.searchsorted(cu_seqlens.to(torch.int64), keys, right=True)
         inside = (number > 0) & (number < cu_seqlens.shape[0])
         terms.append(((number[:, None] == number[None, :]) & inside[:, None])[None, None])
