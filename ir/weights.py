@@ -1,0 +1,65 @@
+"""Weights of a graph: which placeholder is which parameter of the model, and recipes for new ones.
+
+A recipe says how new weights come from old ones. What becomes of it is the runtime's business: it can be computed
+before every call with gradients, folded once while nothing changes, or turned into new Parameters of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter or buffer that the traced model reads.
+
+    Attributes:
+        path: its name in ``model.named_parameters()`` or ``named_buffers()``.
+        placeholder: the name of its placeholder node.
+        value: the model's own tensor (never a copy).
+    """
+
+    path: str
+    placeholder: str
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a group of new weights is made from existing ones.
+
+    Attributes:
+        sources: paths of the existing weights, in the order in which ``function`` takes them.
+        targets: paths of the new weights (module path + name), in the order in which ``function`` returns them.
+        function: ``function(*sources) -> tuple of tensors``; differentiable torch code.
+        inverse: ``inverse(*targets) -> tuple of tensors`` in the order of ``sources``, or None if the old weights
+            cannot be rebuilt.
+        release: the graph no longer reads the sources, so they may be deleted once the targets exist.
+        keep: for the plan's text form: facts such as the rank.
+    """
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    function: Callable[..., tuple[torch.Tensor, ...]]
+    inverse: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    release: bool = False
+    keep: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Added:
+    """A new weight of a graph: the placeholder that was appended for it and where its value comes from."""
+
+    path: str
+    placeholder: str
+    recipe: Recipe
+    index: int  # position among the recipe's targets
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements (not of its storage)."""
+    return tensor.numel() * tensor.element_size()
