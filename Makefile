@@ -20,7 +20,7 @@ INSTALL := $(PIP) install --quiet -c constraints.txt $(PIP_ARGS)
 # Nothing is fetched from a model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo test test-slow test-device lint format packages clean
+.PHONY: help install demo test test-slow test-device lint ruff mypy format packages clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -41,8 +41,13 @@ test-device: $(STAMP)
 	$(BIN)/pytest -m device $(ARGS)
 
 ## make lint         ruff and mypy
-lint: $(STAMP)
+lint: ruff mypy
+
+ruff: $(STAMP)
 	$(BIN)/ruff check --quiet .
+
+# The root is the package: mypy finds it under its name through a link.
+mypy: $(STAMP)
 	@mkdir -p build/mypy && ln -sfn ../.. build/mypy/latentscan
 	$(BIN)/mypy --no-error-summary
 
