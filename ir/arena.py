@@ -82,9 +82,6 @@ class Arena:
         self._storage: list[torch.Tensor] = []
         _ARENAS[self.id] = self
 
-    def __len__(self) -> int:
-        return self.length
-
     def __repr__(self) -> str:
         held = ", ".join(map(str, self.layouts))
         return f"Arena({self.id}, {self.length} of {self.capacity} positions: {held or 'empty'})"

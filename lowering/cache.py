@@ -192,20 +192,21 @@ class _Plan:
             self._records_of(root, group)
 
     def _read(self, node: fx.Node) -> _Append:
-        token, tensors, seq_dims = node.args  # type: ignore[misc]
-        root = token
+        args: tuple[Any, ...] = node.args
+        root, tensors, seq_dims = args
         while root.op != "placeholder":
             source = root.args[0] if root.target is operator.getitem else None
             if not isinstance(source, fx.Node) or not is_append(source) or root.args[1] != 1:
-                raise CacheError(f"the token of {node.name} is computed by {root.name}, it is no input", where=node.name)
+                raise CacheError(f"the token is computed by {root.name}, it is no input", where=node.name)
             root = source.args[0]
+        user: Any
         for user in node.users:
             if user.target is not operator.getitem or user.args[1] not in (0, 1):
                 raise CacheError(f"{user.name} uses the result of {node.name} in an unknown way", where=node.name)
             if user.args[1] == 0 and any(u.target is not operator.getitem for u in user.users):
                 raise CacheError(f"the list of full tensors {user.name} is used as a whole", where=node.name)
         dims = [sequence_dim(_value(t).dim(), d) for t, d in zip(tensors, seq_dims, strict=True)]
-        past = expression(_value(token).shape[0]) - 1
+        past = expression(_value(args[0]).shape[0]) - 1
         if past != 0 and any(_value(t).requires_grad for t in tensors):
             raise CacheError(
                 "gradients do not flow through cached positions",
@@ -280,7 +281,8 @@ class _Plan:
         return self.records
 
     def _rewrite(self, append: _Append, arenas: list[fx.Node], arena_end: sympy.Expr) -> None:
-        graph, node, token = self.gm.graph, append.node, append.node.args[0]
+        graph, node = self.gm.graph, append.node
+        token: Any = node.args[0]
         empty = append.past == 0
         fulls = []
         with graph.inserting_before(node):
@@ -298,12 +300,13 @@ class _Plan:
                     fulls.append(self._emit("narrow", arena, seq_dim, 0, end))
             head = self._emit("narrow", token, 0, 0, 1)
             new_token = self._emit("expand", head, self._emit(operator.add, end, 1))
+        user: Any
         for user in list(node.users):
             if user.args[1] == 1:
                 user.replace_all_uses_with(new_token)
             else:
                 for item in list(user.users):
-                    full = fulls[item.args[1]]  # type: ignore[index]
+                    full = fulls[item.args[1]]
                     item.replace_all_uses_with(full)
                     graph.erase_node(item)
                     _views_to_reshapes(full)

@@ -24,10 +24,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from latentscan.ir.arena import Arena, make_token
 from latentscan.ir.errors import CacheError
 
-try:  # transformers 5.18 and later: layers that cache nothing
-    from transformers.cache_utils import DummyLayer
-except ImportError:
-    DummyLayer = None
+# Layers that cache nothing; absent in older versions.
+_DUMMY: Any = getattr(hf, "DummyLayer", None)
+_HYBRID = (hf.LinearAttentionAndFullAttentionLayer, hf.LinearAttentionAndSlidingWindowAttentionLayer)
 
 ARGUMENT_NAMES = ("cache", "past_key_values", "cache_params")
 
@@ -73,7 +72,8 @@ class _AppendMixin:
         self.arena = arena
         self.token = make_token(arena, 0)
         self.max_length = arena.max_length
-        self.keys = self.values = None  # never filled; see `tensors`
+        self.keys: Any = None  # these two are never filled; see `tensors`
+        self.values: Any = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
         """Append ``[batch, heads, new, dim]`` (or without heads) tensors; returns all cached, new ones included."""
@@ -132,7 +132,7 @@ class _AppendMixin:
         self.token = make_token(self.arena, length)
 
 
-class GraphLayer(_AppendMixin, CacheLayerMixin):
+class GraphLayer(_AppendMixin, CacheLayerMixin):  # type: ignore[misc]
     """An attention layer's cache."""
 
     def __init__(self, arena: Arena | None = None) -> None:
@@ -176,8 +176,15 @@ _NO_OFFLOAD = "use Hugging Face's offloaded cache on the unwrapped model"
 class _LinearMixin:
     """The fixed-size part of a layer: what Hugging Face's linear-attention layer lacks or does silently wrong."""
 
-    chunks = True
+    chunks = True  # whether several tokens may continue from a filled cache
     where = ""
+    number_of_states: int
+    conv_states: dict[int, Any]
+    recurrent_states: dict[int, Any]
+    is_conv_states_initialized: dict[int, bool]
+    is_recurrent_states_initialized: dict[int, bool]
+    has_previous_state: dict[int, bool]
+    record_past: bool
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """As Hugging Face's; refuses a chunk of several tokens where the model would forget its state."""
@@ -229,7 +236,7 @@ class _LinearMixin:
         return sum(states[i].numel() * states[i].element_size() for states, i in self._states())
 
 
-class LinearLayer(_LinearMixin, LinearAttentionLayer):
+class LinearLayer(_LinearMixin, LinearAttentionLayer):  # type: ignore[misc]
     """A linear-attention layer's states."""
 
     def __init__(self, number_of_states: int = 1, *, chunks: bool = True, where: str = "") -> None:
@@ -253,7 +260,7 @@ class LinearLayer(_LinearMixin, LinearAttentionLayer):
         self._select_rows(lambda s: s[indices.to(s.device)])
 
 
-class HybridLayer(_AppendMixin, _LinearMixin, hf.LinearAttentionAndFullAttentionLayer):
+class HybridLayer(_AppendMixin, _LinearMixin, hf.LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A layer with both attention and linear attention."""
 
     def __init__(
@@ -331,21 +338,19 @@ class GraphCache(Cache):
         check_implementation(implementation)
         config = getattr(model_or_config, "config", model_or_config).get_text_config(decoder=True)
         family = config.model_type
-        layers = []
-        for i, layer in enumerate(hf.DynamicCache(config=config).layers):
+        layers: list[Any] = []
+        theirs: list[Any] = hf.DynamicCache(config=config).layers
+        for i, layer in enumerate(theirs):
             where, kind = f"cache layer {i}", type(layer)
             arena = Arena(max_length=max_len, max_batch=max_batch, where=where)
-            linear = {"chunks": family in CHUNKED_PREFILL, "where": where}
+            chunks = family in CHUNKED_PREFILL
             if kind in (hf.DynamicLayer, hf.DynamicSlidingWindowLayer):
                 layers.append(GraphLayer(arena))
             elif kind is LinearAttentionLayer:
-                layers.append(LinearLayer(layer.number_of_states, **linear))
-            elif kind in (
-                hf.LinearAttentionAndFullAttentionLayer,
-                getattr(hf, "LinearAttentionAndSlidingWindowAttentionLayer", None),
-            ):
-                layers.append(HybridLayer(layer.number_of_states, arena=arena, **linear))
-            elif DummyLayer is not None and kind is DummyLayer:
+                layers.append(LinearLayer(layer.number_of_states, chunks=chunks, where=where))
+            elif kind in _HYBRID:
+                layers.append(HybridLayer(layer.number_of_states, arena=arena, chunks=chunks, where=where))
+            elif kind is _DUMMY:
                 layers.append(layer)
             else:
                 raise CacheError(
@@ -354,7 +359,8 @@ class GraphCache(Cache):
                     remedy="use Hugging Face's DynamicCache; passes that change what is cached then refuse",
                 )
         if not layers:  # a config that says nothing of its layers
-            layers = [GraphLayer(Arena(max_length=max_len, max_batch=max_batch)) for _ in range(config.num_hidden_layers)]
+            for i in range(config.num_hidden_layers):
+                layers.append(GraphLayer(Arena(max_length=max_len, max_batch=max_batch, where=f"cache layer {i}")))
         return cls(layers)
 
     # -- what Hugging Face asks ---------------------------------------------------------------------------------
@@ -446,12 +452,12 @@ def check_implementation(implementation: str | None) -> None:
     if implementation in (None, "dynamic", "hybrid"):  # transformers itself reads "hybrid" as unset
         return
     remedies = {
-        "static": "leave cache_implementation unset and give GraphCache.for_model(model, max_len=...) for one allocation",
-        "quantized": "leave cache_implementation unset; latent-cache makes the cache smaller",
+        "static": "leave it unset and give GraphCache.for_model(model, max_len=...) to allocate once",
+        "quantized": "leave it unset; the latent-cache pass makes the cache smaller",
         "offloaded": _NO_OFFLOAD,
     }
     kind = next((k for k in ("offloaded", "quantized", "static") if k in implementation), None)
-    remedy = remedies[kind] if kind else "leave cache_implementation unset"
+    remedy = remedies[kind] if kind else "leave it unset"
     raise CacheError(f"cache_implementation={implementation!r} is not served", remedy=remedy)
 
 
@@ -475,5 +481,5 @@ def distinct_sizes() -> Iterator[None]:
     """
     from torch.fx.experimental import _config
 
-    with _config.patch(use_duck_shape=False):
+    with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         yield
