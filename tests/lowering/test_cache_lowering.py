@@ -1,12 +1,14 @@
-"""cache_append becomes a write into an arena and a slice: same values, under eager and Inductor, whatever is appended."""
+"""cache_append becomes a write into an arena and a slice: same values, eager and under Inductor, whatever is stored."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
@@ -61,7 +63,7 @@ class Backend:
 
             return ArenaBinder(compile_fx(gm, inputs), records)
         if self.inner == "aot":
-            return ArenaBinder(aot_autograd(fw_compiler=lambda g, _: g.forward)(gm, inputs), records)
+            return ArenaBinder(aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward))(gm, inputs), records)
         return ArenaBinder(gm.forward, records)
 
 
@@ -101,6 +103,7 @@ def test_opcheck_append(past, seq_dim):
     arena = Arena()
     x = X[:, :, :4].contiguous() if seq_dim == 2 else X[:, 0, :4].contiguous()
     arena.ensure([Layout.of(x, seq_dim)], 0, past)
+    arena.prefix(0).zero_()
     torch.library.opcheck(CACHE_APPEND.op, (make_token(arena, past), [x], [seq_dim]))
 
 
@@ -212,30 +215,29 @@ def test_two_appends_to_one_layer_follow_each_other():
     assert torch.equal(layer.arena.prefix(0), want)
 
 
+def called(graph: fx.Graph, mode, target, *args) -> fx.Node:
+    """A new node with its fake value."""
+    new = (graph.call_method if isinstance(target, str) else graph.call_function)(target, args)
+    values = fx.map_arg(args, lambda n: n.meta["example_value"])
+    with mode:
+        new.meta["example_value"] = (getattr(torch.Tensor, target) if isinstance(target, str) else target)(*values)
+    return new
+
+
 def cache_one_latent(gm: fx.GraphModule) -> None:
     """What a pass may do: store K and V as one ``[batch, seq, channels]`` tensor."""
     graph = gm.graph
     for node in [n for n in graph.nodes if is_append(n)]:
         token, (k, v), _ = node.args
-        mode = k.meta["example_value"].fake_mode
-
-        def call(target, *args, mode=mode):
-            new = (graph.call_method if isinstance(target, str) else graph.call_function)(target, args)
-            values = fx.map_arg(args, lambda n: n.meta["example_value"])
-            with mode:
-                function = getattr(torch.Tensor, target) if isinstance(target, str) else target
-                new.meta["example_value"] = function(*values)
-            return new
+        call = functools.partial(called, graph, k.meta["example_value"].fake_mode)
 
         with graph.inserting_before(node):
             flat = [call("flatten", call("transpose", t, 1, 2), 2) for t in (k, v)]
             latent = call(torch.cat, flat, -1)
             append = call(torch.ops.latentscan.cache_append.default, token, [latent], [1])
             full = call(operator.getitem, call(operator.getitem, append, 0), 0)
-            halves = call("chunk", full, 2, -1)
-            new = [
-                call("transpose", call("unflatten", call(operator.getitem, halves, i), 2, (3, 4)), 1, 2) for i in (0, 1)
-            ]
+            halves = [call(operator.getitem, call("chunk", full, 2, -1), i) for i in (0, 1)]
+            new = [call("transpose", call("unflatten", half, 2, (3, 4)), 1, 2) for half in halves]
             new_token = call(operator.getitem, append, 1)
         for user in list(node.users):
             if user.args[1] == 1:
