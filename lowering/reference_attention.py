@@ -26,6 +26,9 @@ from torch.nn import functional
 from latentscan.ir.errors import KernelError
 from latentscan.kernels.reference.attention import Kind, accumulation_dtype, hidden_by_bias, visible
 
+# Devices that have autocast (torch 2.11's Dynamo cannot trace torch.amp.is_autocast_available).
+_AUTOCAST = ("cpu", "cuda", "npu", "xpu")
+
 
 def attention_sdpa(
     q: Tensor,
@@ -55,37 +58,34 @@ def attention_sdpa(
     kind = "full" if single else kind  # the only query is the last one: it sees every key
     q, k, v = _autocast(q, k, v)
     with _without_autocast(q.device):
-        if softcap is not None or sinks is not None:
-            allowed = visible(
-                q.shape[2],
-                k.shape[2],
-                q.device,
-                kind=kind,
-                window=window,
-                padding=padding,
-                mask=mask,
-                cu_seqlens=cu_seqlens,
-            )
-            return _explicit(q, k, v, allowed, mask, sinks, scale, softcap)
-        is_causal = (
-            square and kind == "causal" and window is None and padding is None and mask is None and cu_seqlens is None
+        if square and kind == "causal" and window is None and padding is None and mask is None and cu_seqlens is None:
+            if softcap is None and sinks is None:
+                return _sdpa(q, k, v, None, True, scale, single)
+        allowed = visible(
+            q.shape[2],
+            k.shape[2],
+            q.device,
+            kind=kind,
+            window=window,
+            padding=padding,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
         )
-        bias = None
-        if not is_causal:
-            bias = visible(
-                q.shape[2],
-                k.shape[2],
-                q.device,
-                kind=kind,
-                window=window,
-                padding=padding,
-                mask=mask,
-                cu_seqlens=cu_seqlens,
-            )
-        if bias is not None and mask is not None and mask.dtype != torch.bool:
+        additive = mask is not None and mask.is_floating_point()
+        # A GPU's SDPA takes an additive mask of another dtype, and gives garbage (seen: torch 2.11, fp32 mask on bf16).
+        mixed = additive and mask.dtype != q.dtype and q.device.type != "cpu"
+        if softcap is not None or sinks is not None or mixed:
+            return _explicit(q, k, v, allowed, mask, sinks, scale, softcap)
+        alive = None
+        if allowed is not None and q.device.type != "cpu":
+            # Not every GPU kernel gives zeros for a query that sees nothing: let it see all keys, and drop the result.
+            alive = allowed.any(-1, keepdim=True)
+            allowed = allowed | ~alive
+        if additive and allowed is not None:
             addend = mask if mask.dtype == q.dtype else mask.to(accumulation_dtype(q.dtype))
-            bias = torch.where(bias, addend, -torch.inf)
-        return _sdpa(q, k, v, bias, is_causal, scale, single)
+            allowed = torch.where(allowed, addend.masked_fill(hidden_by_bias(mask), 0), -torch.inf)
+        out = _sdpa(q, k, v, allowed, False, scale, single)
+        return out if alive is None else out.masked_fill(~alive, 0)
 
 
 def latent_attention_torch(
@@ -157,7 +157,7 @@ def _check_flags(where: str, q_len: int, kv_len: int, square: bool, single: bool
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the autocast dtype where autocast is on, as the canonical ops cast them (fp64 stays)."""
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if device not in _AUTOCAST or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
@@ -165,13 +165,13 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast off inside: it would cast fp32 scores and the additive mask."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if device.type in _AUTOCAST and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float, single: bool) -> Tensor:
-    """SDPA with grouped heads and any head dims; a query that sees nothing gives zeros (SDPA's own convention)."""
+    """SDPA with grouped heads and any head dims; a query that sees nothing gives zeros on CPUs."""
     batch, heads, q_len, qk_dim = q.shape
     groups, v_dim = k.shape[1], v.shape[3]
     packed = single and heads != groups

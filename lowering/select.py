@@ -1,0 +1,61 @@
+"""Canonical ops -> kernels of a target. A target is a table; targets that come later add theirs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from latentscan.ir.errors import PipelineError
+from latentscan.ir.graph import Graph
+from latentscan.ir.sizes import same
+
+# target -> module whose ``KERNELS`` maps an op's name to ``lower(graph, node) -> new node or None``
+TARGETS: dict[str, str] = {"reference": "latentscan.lowering.reference"}
+
+Lowering = Callable[[Graph, fx.Node], "fx.Node | None"]
+
+
+def resolve_target(target: str, device: Any = None) -> str:
+    """The target that a name stands for on a device; ``auto`` takes the best that is registered.
+
+    Raises:
+        PipelineError: unknown target.
+    """
+    if target == "auto":
+        return "reference"
+    if target not in TARGETS:
+        raise PipelineError(
+            f"there is no lowering to target {target!r} yet", remedy=f"use one of: auto, {', '.join(TARGETS)}"
+        )
+    return target
+
+
+def lower(graph: Graph, target: str) -> dict[str, int]:
+    """Replace canonical ops by the target's kernels, in place.
+
+    Returns:
+        op name -> how many were given a kernel. Ops without one keep their reference implementation.
+    """
+    table: dict[str, Lowering] = importlib.import_module(TARGETS[target]).KERNELS
+    done: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or getattr(node.target, "namespace", "") != "latentscan":
+            continue
+        name = node.target._opname  # type: ignore[union-attr]
+        rule = table.get(name)
+        with graph.before(node, f"lower{{target={target}}}"):
+            new = rule(graph, node) if rule else None
+        if new is not None:
+            graph.replace(node, new)
+            graph.graph.erase_node(node)
+            done[name] = done.get(name, 0) + 1
+    graph.module.recompile()
+    return done
+
+
+def length_flags(graph: Graph, queries: Any, keys: Any) -> dict[str, bool]:
+    """``square``: as many queries as keys on every run; ``single``: one query on every run."""
+    return {"square": same(queries, keys), "single": isinstance(queries, int) and queries == 1}

@@ -1,0 +1,146 @@
+"""latent-cache: move linear up-projections past the cache, so that only what they are made of is stored."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import networkx as nx
+import torch
+from torch import fx
+
+from latentscan.ir.errors import VerifyError
+from latentscan.ir.graph import Graph, module_path
+from latentscan.ir.tokenwise import NotTokenwise, Place, input_places, rerun, width
+from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
+
+
+@dataclass(frozen=True)
+class LatentCache(Pass):
+    """Store the narrowest values from which the cached tensors are made token by token (MATH 1)."""
+
+    name: ClassVar[str] = "latent-cache"
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+    after: ClassVar[tuple[str, ...]] = ("mha-to-mla", "mla-mm-split")
+    before: ClassVar[tuple[str, ...]] = ("mla-absorb",)
+    phases: ClassVar[str] = "cached"
+    summary: ClassVar[str] = "stores the latent instead of what is expanded from it"
+    math: ClassVar[str] = (
+        "An up-projection works on each token alone, so W cat(c_past, c) = cat(W c_past, W c). Above each pair of cached "
+        "tensors lies a network of linear maps, views and concatenations that work token by token; its minimum cut, with "
+        "elements per token as capacities, is the least that must be stored. Rotated and normalised values are ends of "
+        "the network: they are stored as they are."
+    )
+
+    def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
+        return [self._plan_one(graph, node) for node in appends(graph)]
+
+    def _plan_one(self, graph: Graph, node: fx.Node) -> Site | Refusal:
+        module = module_path(node)
+        tensors = _tensors(node)
+        now = sum(width(graph, t, p) for t, p in tensors)
+        cut = minimum_cut(graph, tensors)
+        least = sum(width(graph, n, p) for n, p in cut)
+        if least > now or (least == now and len(cut) >= len(tensors)):
+            parts = ", ".join(f"{t.name} ({width(graph, t, p)})" for t, p in tensors)
+            return Refusal(
+                module,
+                "already-least",
+                f"{now} elements per token are cached ({parts}), and no narrower value gives them token by token",
+                "convert with mha-to-mla{rank=...,rope_dim=...} to cache less, which is approximate",
+            )
+        names = " + ".join(f"{n.name} ({width(graph, n, p)})" for n, p in cut)
+        facts = {"before": int(now), "after": int(least)}
+        return Site(module, "minimum-cut", node.name, facts, f"{now} -> {least} elements per token: {names}")
+
+    def apply(self, graph: Graph, site: Site, context: Context) -> None:
+        node = graph.node(site.anchor)
+        tensors = _tensors(node)
+        cut = minimum_cut(graph, tensors)
+        with graph.before(node, self.name):
+            stored = [_batch_first(graph, n, p) for n, p in cut]
+            new = graph.call(node.target, node.args[0], stored, [p[1] for _, p in cut])  # type: ignore[arg-type]
+            full = graph.call(operator.getitem, new, 0)
+            grown = {n: graph.call(operator.getitem, full, i) for i, (n, _) in enumerate(cut)}
+            token = graph.call(operator.getitem, new, 1)
+            first, place = cut[0]
+            sizes = tuple(graph.method("size", grown[first], d) for d in place)
+            made = dict(grown)
+            rebuilt = [_replay(graph, t, p, made, sizes) for t, p in tensors]
+        for user in list(node.users):
+            if user.args[1] == 1:
+                graph.replace(user, token)
+            else:
+                for item in list(user.users):
+                    again = rebuilt[item.args[1]]  # type: ignore[index]
+                    if len(graph.shape(item)) != len(graph.shape(again)):
+                        raise VerifyError(f"{item.name} would change shape", where=f"{self.name} at {site.module}")
+                    graph.replace(item, again)
+                    graph.graph.erase_node(item)
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+
+
+def appends(graph: Graph) -> list[fx.Node]:
+    """Nodes that append to a cache."""
+    return [n for n in graph.graph.nodes if getattr(n.target, "_opname", "") == "cache_append"]
+
+
+def _tensors(node: fx.Node) -> list[tuple[fx.Node, Place]]:
+    """What an append stores, and where batch and sequence lie in it."""
+    return [(t, (0, d)) for t, d in zip(node.args[1], node.args[2], strict=True)]  # type: ignore[arg-type]
+
+
+def _batch_first(graph: Graph, node: fx.Node, place: Place) -> fx.Node:
+    if place[0] != 0 or place[0] == place[1]:
+        raise VerifyError(f"{node.name} has batch and sequence at {place}; only batch-first values can be cached")
+    return node
+
+
+def minimum_cut(graph: Graph, tensors: list[tuple[fx.Node, Place]]) -> list[tuple[fx.Node, Place]]:
+    """The least per token from which ``tensors`` can be made token by token: nodes and their places.
+
+    Only values that can be cached as they are (a tensor, batch first, sequence apart) may be cut.
+    """
+    places: dict[fx.Node, Place] = {}
+    network = nx.DiGraph()
+    stack = list(tensors)
+    for tensor, _ in tensors:
+        network.add_edge((tensor, "out"), "sink")
+    while stack:
+        node, place = stack.pop()
+        if node in places:
+            continue
+        places[node] = place
+        cuttable = isinstance(graph.value(node), torch.Tensor) and place[0] == 0 and place[0] != place[1]
+        # Fewer tensors win a tie: one unit of 1024 a tensor that is kept.
+        capacity = {"capacity": 1024 * width(graph, node, place) + 1} if cuttable else {}
+        network.add_edge((node, "in"), (node, "out"), **capacity)
+        try:
+            inputs = input_places(graph, node, place)
+        except NotTokenwise:
+            inputs = {}
+        if not inputs:
+            network.add_edge("source", (node, "in"))
+        for source, source_place in inputs.items():
+            network.add_edge((source, "out"), (node, "in"))
+            stack.append((source, source_place))
+    try:
+        _, (reachable, _) = nx.minimum_cut(network, "source", "sink")
+    except nx.NetworkXUnbounded:
+        return tensors
+    cut = [n for n in places if (n, "in") in reachable and (n, "out") not in reachable]
+    order = {n: i for i, n in enumerate(graph.graph.nodes)}
+    return [(n, places[n]) for n in sorted(cut, key=lambda n: order[n])]
+
+
+def _replay(graph: Graph, node: fx.Node, place: Place, made: dict[fx.Node, fx.Node], sizes: tuple[fx.Node, ...]) -> fx.Node:
+    """The nodes between the cut and a cached tensor again, on all tokens instead of the new ones."""
+    if node in made:
+        return made[node]
+    inputs = input_places(graph, node, place)
+    for source, source_place in inputs.items():
+        made[source] = _replay(graph, source, source_place, made, sizes)
+    made[node] = rerun(graph, node, place, made, sizes)
+    return made[node]

@@ -1,0 +1,102 @@
+"""Where the values of a graph's new weights come from at each call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from latentscan.ir.graph import Graph
+from latentscan.ir.weights import Added, Recipe
+
+
+def version_key(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Changes whenever a tensor is replaced, moved or written in place (but not by writes through ``.data``)."""
+
+    def version(t: torch.Tensor) -> int:
+        try:
+            return t._version
+        except RuntimeError:  # inference tensors do not count
+            return -1
+
+    return tuple((id(t), t.data_ptr(), version(t), t.dtype, str(t.device)) for t in tensors)
+
+
+class RecipeWeights:
+    """New weights computed from the model's own: with gradients at every call, else once until a source changes.
+
+    Used where latentscan does not own the model's parameters (the plain backend).
+    """
+
+    def __init__(self) -> None:
+        self._folded: dict[tuple[str, ...], tuple[Any, tuple[torch.Tensor, ...]]] = {}
+
+    def values(self, recipe: Recipe, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
+            return recipe.function(*sources)
+        key = version_key(sources)
+        kept = self._folded.get(recipe.targets)
+        if kept is None or kept[0] != key:
+            with torch.no_grad():
+                made = tuple(t.contiguous() for t in recipe.function(*sources))
+            kept = (key, made)
+            self._folded[recipe.targets] = kept
+        return kept[1]
+
+    def refresh(self) -> None:
+        """Forget everything that was folded."""
+        self._folded.clear()
+
+    def bind(self, graph: Graph) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
+        """A function from the graph's inputs to the values of its added weights."""
+        groups = recipes_of(graph.added)
+        at = {name: i for i, name in enumerate(graph.inputs)}
+        indices = []
+        for recipe, _ in groups:
+            weights = [graph.weight_at(path) for path in recipe.sources]
+            indices.append([at[w.placeholder] for w in weights if w is not None])
+
+        def values(args: Sequence[Any]) -> list[torch.Tensor]:
+            found: dict[str, torch.Tensor] = {}
+            for (recipe, members), where in zip(groups, indices, strict=True):
+                made = self.values(recipe, [args[i] for i in where])
+                for member in members:
+                    found[member.placeholder] = made[member.index]
+            return [found[a.placeholder] for a in graph.added]
+
+        return values
+
+
+class OwnedWeights:
+    """New weights that are Parameters of the wrapped model; the model is held weakly."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def refresh(self) -> None:
+        """Nothing is folded here."""
+
+    def bind(self, graph: Graph) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
+        places = [tuple(a.path.rsplit(".", 1)) for a in graph.added]
+
+        def values(args: Sequence[Any]) -> list[torch.Tensor]:
+            model = self._model()
+            assert model is not None  # it is being called
+            return [getattr(model.get_submodule(module), name) for module, name in places]
+
+        return values
+
+
+def recipes_of(added: Sequence[Added]) -> list[tuple[Recipe, list[Added]]]:
+    """Added weights grouped by recipe, in order."""
+    groups: list[tuple[Recipe, list[Added]]] = []
+    for item in added:
+        for recipe, members in groups:
+            if recipe.targets == item.recipe.targets:
+                members.append(item)
+                break
+        else:
+            groups.append((item.recipe, [item]))
+    return groups

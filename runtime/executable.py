@@ -1,0 +1,101 @@
+"""A program as a callable: chooses the form for the call's shapes, binds weights and arenas, runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from latentscan.ir.graph import Graph
+from latentscan.lowering.cache import ArenaBinder, lower_cache_appends
+from latentscan.lowering.checkpoint import outline_checkpoints
+from latentscan.lowering.select import lower, resolve_target
+from latentscan.passes.pipeline import Program
+from latentscan.runtime.binding import OwnedWeights, RecipeWeights
+from latentscan.runtime.options import Options
+
+
+class Executable:
+    """What a backend returns to Dynamo.
+
+    Args:
+        program: a finished program, or one with a choice of two forms; each form is lowered when it is first wanted.
+        inputs: the names of the graph's inputs in calling order.
+        on_form: called with the finished graph of each form when it is first made.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: Sequence[str],
+        options: Options,
+        weights: RecipeWeights | OwnedWeights,
+        on_form: Callable[[Program, Graph], None] | None = None,
+    ) -> None:
+        self._program, self._options, self._weights, self._on_form = program, options, weights, on_form
+        self._forms: dict[bool, Callable[..., Any]] = {}
+        self._decide = _condition(program, inputs)
+
+    @property
+    def forms(self) -> int:
+        """How many forms have been compiled so far."""
+        return len(self._forms)
+
+    def __call__(self, *args: Any) -> Any:
+        absorbed = self._decide(args)
+        form = self._forms.get(absorbed)
+        if form is None:
+            form = self._forms[absorbed] = self._make(self._program.forced(absorbed))
+        return form(*args)
+
+    def _make(self, program: Program) -> Callable[..., Any]:
+        graph = program.graph
+        assert graph is not None
+        if self._on_form:
+            self._on_form(program, graph)
+        graph = graph.copy()
+        device = next((w.value.device.type for w in graph.weights.values()), "cpu")
+        target = resolve_target(self._options.target, device)
+        inductor = self._options.use_inductor(device)
+        lower(graph, target)
+        outline_checkpoints(graph, higher_order=inductor)
+        records = lower_cache_appends(graph.module)
+        graph.clean()
+        bind = self._weights.bind(graph) if graph.added else None
+        forget_weights(graph)
+        module = graph.module
+        run: Callable[..., Any] = module.forward
+        if inductor:
+            run = torch.compile(module, dynamic=True, fullgraph=True)
+        if not records:
+            if bind is None:
+                return run
+            return lambda *args: run(*args, *bind(args))
+        binder = ArenaBinder(run, records)
+        if bind is None:
+            return binder
+
+        def with_weights(*args: Any) -> Any:
+            return run(*args, *bind(args), *binder.bind(args))
+
+        return with_weights
+
+
+def forget_weights(graph: Graph) -> None:
+    """A finished graph keeps no weight alive: at run time they arrive as arguments."""
+    graph.weights = {}
+    graph._by_path = {}
+
+
+def _condition(program: Program, inputs: Sequence[str]) -> Callable[[Sequence[Any]], bool]:
+    """The program's choice as a function of the call's arguments."""
+    if program.choice is None:
+        return lambda args: True
+    condition = program.choice.condition
+    symbols = sorted(condition.free_symbols, key=str)
+    at = {name: i for i, name in enumerate(inputs)}
+    where = [at[program.symbols[s]] for s in symbols]
+    function = sympy.lambdify(symbols, condition, modules="math")
+    return lambda args: bool(function(*[args[i] for i in where]))

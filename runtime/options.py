@@ -1,0 +1,64 @@
+"""The options of a run: one frozen, typed object that travels; there are no global switches."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from latentscan.ir.errors import PipelineError
+from latentscan.passes.pipeline import nearest
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``wrap`` and ``torch.compile(..., options={...})`` take.
+
+    Attributes:
+        pipeline: passes as text, such as ``latent-cache,mla-absorb``; empty: canonical form only.
+        target: ``auto``, ``reference`` (later: ``triton``, ``ascend``).
+        inductor: ``auto`` (on for GPUs), ``on`` or ``off``: what compiles the rest of the graph.
+        check: compare the numbers after every pass: False, True, or {pass name or "default": tolerance}.
+        dump: folder for a dump of every pass, or None.
+        calibration: text or tokens for passes that need statistics.
+        mesh: device mesh, not served yet.
+    """
+
+    pipeline: str = ""
+    target: str = "auto"
+    inductor: str = "auto"
+    check: Any = False
+    dump: str | None = None
+    calibration: Any = None
+    mesh: Any = None
+
+    @classmethod
+    def of(cls, given: dict[str, Any] | None) -> Options:
+        """Options from a dict; unknown names and wrong values are errors."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in given or {}:
+            if name not in known:
+                raise PipelineError(
+                    f"there is no option {name!r}", remedy=f"the options are {', '.join(sorted(known))}{nearest(name, known)}"
+                )
+        made = cls(**(given or {}))
+        made.validate()
+        return made
+
+    def validate(self) -> None:
+        if not isinstance(self.pipeline, str):
+            raise PipelineError(f"pipeline is a {type(self.pipeline).__name__}, not text", remedy="write pass{option=value},pass")
+        inductor = {True: "on", False: "off"}.get(self.inductor, self.inductor)  # type: ignore[call-overload]
+        if inductor not in ("auto", "on", "off"):
+            raise PipelineError(f"inductor={self.inductor!r} is not one of auto, on, off", remedy="use one of these")
+        object.__setattr__(self, "inductor", inductor)
+        if not isinstance(self.check, (bool, dict)):
+            raise PipelineError(f"check={self.check!r} is neither a bool nor a dict", remedy="give True, False or tolerances")
+        if self.mesh is not None:
+            raise PipelineError("mesh is not served yet", remedy="leave it out: parallel passes are not built")
+        from latentscan.lowering.select import resolve_target
+
+        resolve_target(self.target)
+
+    def use_inductor(self, device_type: str) -> bool:
+        return self.inductor == "on" or (self.inductor == "auto" and device_type == "cuda")
