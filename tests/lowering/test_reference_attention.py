@@ -95,6 +95,11 @@ STRUCTURES = {
 }
 
 
+def doubled(options):
+    """The options with floating tensors in fp64."""
+    return {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dv", [16, 8, 24])
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -105,8 +110,7 @@ def test_precision(name, dv, dtype):
     options = {"kind": "causal", "scale": 0.25, **structure}
     got = attention_sdpa(q, k, v, **options, **setting)
     assert got.dtype == dtype
-    exact = {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in options.items()}
-    want = ref.attention(q.double(), k.double(), v.double(), **exact)
+    want = ref.attention(q.double(), k.double(), v.double(), **doubled(options))
     eps = torch.finfo(dtype).eps
     tolerance = 4 * eps if dtype == torch.bfloat16 else 4 * 40**0.5 * eps
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
@@ -197,3 +201,33 @@ def test_wrong_flags_are_errors_where_sizes_are_known():
         attention_sdpa(*qkv(3, 5), kind="causal", scale=1.0, square=True)
     with pytest.raises(KernelError, match="single=True with 3 queries"):
         latent_attention_torch(*latents(3, 5), kind="causal", scale=1.0, single=True)
+
+
+@pytest.mark.device("cuda")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dv", [16, 8])
+@pytest.mark.parametrize("name", [*STRUCTURES, "nothing", "nothing with bias"])
+def test_cuda(name, dv, dtype, monkeypatch):
+    """The same on a GPU, with gradients; "nothing" hides all keys from some queries: their rows are zero, not NaN."""
+    nothing = {"padding": (torch.arange(40) >= 9).expand(2, 40), "window": 4}
+    bias = {"mask": randn(1, 4, 40, 40, grad=False).masked_fill(torch.rand(1, 1, 40, 1) < 0.3, -torch.inf).to(dtype)}
+    more = {"nothing": ({}, 40, 40, nothing), "nothing with bias": ({}, 40, 40, {**nothing, **bias})}
+    setting, s, t, structure = {**STRUCTURES, **more}[name]
+    structure = {n: x.cuda() if isinstance(x, torch.Tensor) else x for n, x in structure.items()}
+    inputs = [x.cuda().detach().requires_grad_() for x in qkv(s, t, dv=dv, dtype=dtype, b=1 if name == "packed" else 2)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    got = attention_sdpa(*inputs, kind="causal", scale=0.25, **structure, **setting)
+    want = ops.ATTENTION.op(*exact, kind="causal", scale=0.25, **doubled(structure))
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(0)).cuda()
+    pairs = [(got, want)]
+    pairs += zip(
+        torch.autograd.grad((got * weights).sum(), inputs),
+        torch.autograd.grad((want * weights).sum(), exact),
+        strict=True,
+    )
+    eps = torch.finfo(dtype).eps
+    for a, b in pairs:  # the gradients sum 40 rows of size about 1
+        torch.testing.assert_close(a.double(), b, rtol=8 * eps, atol=4 * 40**0.5 * eps * (1 + b.abs().max().item()))
+    if name in more:
+        assert (got[:, :, :9] == 0).all()
