@@ -71,9 +71,9 @@ def attention_sdpa(
             mask=mask,
             cu_seqlens=cu_seqlens,
         )
-        additive = mask is not None and mask.is_floating_point()
+        additive = mask if mask is not None and mask.is_floating_point() else None
         # A GPU's SDPA takes an additive mask of another dtype, and gives garbage (seen: torch 2.11, fp32 mask on bf16).
-        mixed = additive and mask.dtype != q.dtype and q.device.type != "cpu"
+        mixed = additive is not None and additive.dtype != q.dtype and q.device.type != "cpu"
         if softcap is not None or sinks is not None or mixed:
             return _explicit(q, k, v, allowed, mask, sinks, scale, softcap)
         alive = None
@@ -81,9 +81,9 @@ def attention_sdpa(
             # Not every GPU kernel gives zeros for a query that sees nothing: let it see all keys, and drop the result.
             alive = allowed.any(-1, keepdim=True)
             allowed = allowed | ~alive
-        if additive and allowed is not None:
-            addend = mask if mask.dtype == q.dtype else mask.to(accumulation_dtype(q.dtype))
-            allowed = torch.where(allowed, addend.masked_fill(hidden_by_bias(mask), 0), -torch.inf)
+        if additive is not None and allowed is not None:
+            addend = additive if additive.dtype == q.dtype else additive.to(accumulation_dtype(q.dtype))
+            allowed = torch.where(allowed, addend.masked_fill(hidden_by_bias(additive), 0), -torch.inf)
         out = _sdpa(q, k, v, allowed, False, scale, single)
         return out if alive is None else out.masked_fill(~alive, 0)
 
