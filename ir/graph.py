@@ -99,6 +99,11 @@ class Graph:
                 return value.fake_mode
         raise CaptureError("the graph holds no fake tensor")
 
+    def specialized(self) -> set[sympy.Symbol]:
+        """Symbols that something has fixed or tied to others after tracing; no guard of Dynamo's knows of it."""
+        env = self.fake_mode.shape_env
+        return set() if env is None else set(env.replacements)
+
     def symbols(self) -> dict[sympy.Symbol, str]:
         """Free shape symbols -> the SymInt placeholder that carries them at run time."""
         found: dict[sympy.Symbol, str] = {}
@@ -143,8 +148,12 @@ class Graph:
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         return self._made(self.graph.call_method(name, args, kwargs))
 
-    def _made(self, node: fx.Node) -> fx.Node:
-        node.meta[VALUE] = self.evaluate(node)
+    def call_like(self, old: fx.Node, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call that gives what ``old`` gives; it is not evaluated, so it cannot add a guard."""
+        return self._made(self.graph.call_function(function, args, kwargs), self.value(old))
+
+    def _made(self, node: fx.Node, value: Any = None) -> fx.Node:
+        node.meta[VALUE] = self.evaluate(node) if value is None else value
         if self._like is not None:
             for key in ("nn_module_stack", "stack_trace", REGION):
                 if key in self._like.meta:
@@ -186,6 +195,7 @@ class Graph:
                 fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             node.meta[VALUE] = fake
             self.added.append(Added(path, node.name, recipe, index))
+            self.weights[node.name] = self._by_path[path] = Weight(path, node.name, fake)
             made.append(node)
         return made
 
@@ -225,6 +235,7 @@ class Graph:
         other.__dict__.update(self.__dict__)
         other.module = module
         other.inputs, other.added, other.events = list(self.inputs), list(self.added), list(self.events)
+        other.weights, other._by_path = dict(self.weights), dict(self._by_path)
         return other
 
     def restore(self, saved: Graph) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from latentscan.ir.graph import Graph
@@ -69,6 +70,12 @@ def same_latent(a: Linear, b: Linear) -> bool:
 
 def attentions(graph: Graph) -> list[fx.Node]:
     return graph.calls(ATTENTION)
+
+
+def attention_like(graph: Graph) -> list[fx.Node]:
+    """Canonical attentions, and plain ones that kept their dropout; query, key and value are their first arguments."""
+    plain = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+    return [n for n in graph.calls(ATTENTION, *plain) if len(n.args) >= 3]
 
 
 def argument(node: fx.Node, name: str) -> object:

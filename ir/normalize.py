@@ -23,6 +23,7 @@ PACKING_MASK = torch.ops.latentscan.packing_mask.default
 def normalize(graph: Graph) -> None:
     """Inline recompute regions, drop logging calls, make slice writes functional, give masks their structure."""
     inline_checkpoints(graph)
+    name_overloads(graph)
     drop_logging(graph)
     functionalize_slice_writes(graph)
     canonical_sdpa(graph)
@@ -65,6 +66,13 @@ def inline_checkpoints(graph: Graph) -> None:
         graph.graph.erase_node(call)
         if isinstance(body_node, fx.Node) and not body_node.users:
             graph.graph.erase_node(body_node)
+
+
+def name_overloads(graph: Graph) -> None:
+    """Calls of an op by its packet become calls of its default overload."""
+    for node in graph.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverloadPacket) and "default" in node.target.overloads():
+            node.target = node.target.default
 
 
 def drop_logging(graph: Graph) -> None:

@@ -32,36 +32,42 @@ def regroup(before: tuple[int, ...], after: tuple[int, ...], place: Place) -> Pl
 
     Raises NotTokenwise if a token dimension is merged with a feature dimension.
     """
-    found = []
+    if place[0] == place[1]:
+        return _split_place(before, after, place[0])
+    prefixes = [math.prod(before[:i]) for i in range(len(before) + 1)]
+    found: list[int | None] = []
     for dim in place:
-        low = math.prod(after[:dim])  # elements per step are the same on both sides, so prefixes are compared
+        low = math.prod(after[:dim])
         high = low * after[dim]
-        prefixes = [math.prod(before[:i]) for i in range(len(before) + 1)]
         exact = [i for i in range(len(before)) if prefixes[i] == low and prefixes[i + 1] == high]
+        around = [i for i in range(len(before)) if prefixes[i] <= low and prefixes[i + 1] >= high and before[i] > 1]
         if exact:
             # Dimensions of size 1 are alike: take the one at the same distance from the nearest end.
             exact.sort(key=lambda i: min(abs(i - dim), abs((len(before) - i) - (len(after) - dim))))
             found.append(exact[0])
-            continue
-        around = [i for i in range(len(before)) if prefixes[i] <= low and prefixes[i + 1] >= high and before[i] > 1]
-        if len(around) != 1:
+        elif after[dim] == 1:
+            found.append(None)  # one token, flattened away
+        elif len(around) == 1:
+            found.append(around[0])
+        else:
             raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} mixes tokens and features")
-        found.append(around[0])
-    if found[0] == found[1] and place[0] != place[1]:
-        merged = before[found[0]]
-        if merged != after[place[0]] * after[place[1]]:
-            raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} merges tokens with features")
-    elif place[0] == place[1] and after[place[0]] != before[found[0]]:
-        return _split_place(before, after, place[0])
-    return found[0], found[1]
+    first, second = (f if f is not None else found[1 - i] for i, f in enumerate(found))
+    if first is None or second is None:
+        raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} loses both batch and sequence")
+    if first == second and before[first] != after[place[0]] * after[place[1]]:
+        raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} merges tokens with features")
+    return first, second
 
 
 def _split_place(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> Place:
-    """A flattened token dimension of ``after`` is two dimensions of ``before``."""
+    """Where a dimension of ``after`` that holds batch and sequence lies in ``before``: two dimensions, or still one."""
     low = math.prod(after[:dim])
     for i in range(len(before) - 1):
         if math.prod(before[:i]) == low and before[i] * before[i + 1] == after[dim]:
             return i, i + 1
+    for i in range(len(before)):
+        if math.prod(before[:i]) == low and before[i] == after[dim]:
+            return i, i
     raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} takes tokens apart")
 
 

@@ -38,7 +38,6 @@ class Recipe:
         function: ``function(*sources) -> tuple of tensors``; differentiable torch code.
         inverse: ``inverse(*targets) -> tuple of tensors`` in the order of ``sources``, or None if the old weights
             cannot be rebuilt.
-        release: the graph no longer reads the sources, so they may be deleted once the targets exist.
         keep: for the plan's text form: facts such as the rank.
     """
 
@@ -46,7 +45,6 @@ class Recipe:
     targets: tuple[str, ...]
     function: Callable[..., tuple[torch.Tensor, ...]]
     inverse: Callable[..., tuple[torch.Tensor, ...]] | None = None
-    release: bool = False
     keep: dict[str, Any] = field(default_factory=dict)
 
 

@@ -11,12 +11,12 @@ from latentscan.lowering.select import length_flags
 
 def _attention(graph: Graph, node: fx.Node) -> fx.Node:
     flags = length_flags(graph, graph.shape(node.args[0])[2], graph.shape(node.args[1])[2])  # type: ignore[arg-type]
-    return graph.call(attention_sdpa, *node.args, **node.kwargs, **flags)
+    return graph.call_like(node, attention_sdpa, *node.args, **node.kwargs, **flags)
 
 
 def _latent_attention(graph: Graph, node: fx.Node) -> fx.Node:
     flags = length_flags(graph, graph.shape(node.args[0])[2], graph.shape(node.args[2])[1])  # type: ignore[arg-type]
-    return graph.call(latent_attention_torch, *node.args, **node.kwargs, **flags)
+    return graph.call_like(node, latent_attention_torch, *node.args, **node.kwargs, **flags)
 
 
 KERNELS = {"attention": _attention, "latent_attention": _latent_attention}

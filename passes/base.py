@@ -83,12 +83,14 @@ class Context:
         statistics: calibration results by module path, handed in by the runtime; None if there are none.
         own_parameters: new weights may become Parameters of the model (``wrap``); otherwise every recipe must be
             differentiable in place (the plain backend).
+        required: (pass name, module path) that must be rewritten in this graph, because old weights are gone.
         meta: weights hold no numbers (planning on the meta device).
     """
 
     facts: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     statistics: dict[str, Any] | None = None
     own_parameters: bool = False
+    required: frozenset[tuple[str, str]] = frozenset()
     meta: bool = False
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from latentscan.ir.graph import VALUE, Graph, module_path
 from latentscan.ir.layout import LayoutError, Linear, is_layout, linear_of, trace
-from latentscan.ir.mla import attentions
+from latentscan.ir.mla import attention_like
 from latentscan.ir.sizes import numbers
 from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
@@ -46,12 +46,22 @@ class MlaMmSplit(Pass):
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
         found: list[Site | Refusal] = []
         seen: set[fx.Node] = set()
-        for attention in attentions(graph):
+        for attention in attention_like(graph):
+            before = len(seen)
             for position, role in ((0, "query"), (1, "key"), (2, "value")):
                 for linear in _linears_above(graph, attention.args[position]):  # type: ignore[arg-type]
                     if linear.node not in seen:
                         seen.add(linear.node)
                         found.append(self._plan_one(graph, linear, role))
+            if len(seen) == before and not _linears_above(graph, attention.args[0]):  # type: ignore[arg-type]
+                found.append(
+                    Refusal(
+                        module_path(attention),
+                        "no-up-projection",
+                        "no linear map feeds query, key or value through views and rotations alone",
+                        "nothing to split here",
+                    )
+                )
         return found
 
     def _plan_one(self, graph: Graph, linear: Linear, role: str) -> Site | Refusal:
@@ -89,8 +99,7 @@ class MlaMmSplit(Pass):
         rows = [p.rows for p in pieces]
         function, inverse = _split_functions(rows, linear.transposed, len(sources))
         targets = tuple(f"{path}_part{i}" for path in paths for i in range(len(rows)))
-        released = all(set(s.users) == {linear.node} for s in sources)
-        recipe = Recipe(tuple(paths), targets, function, inverse, release=released)
+        recipe = Recipe(tuple(paths), targets, function, inverse)
         inner = graph.shape(linear.weight)[0 if linear.transposed else 1]
         values = [
             graph.value(source).new_empty((r.numel(), inner) if i == 0 else (r.numel(),))
@@ -128,6 +137,8 @@ def _linears_above(graph: Graph, node: fx.Node) -> list[Linear]:
             stack.extend(n for n in current.all_input_nodes if isinstance(n.meta.get(VALUE), (torch.Tensor, tuple, list)))
         elif current.op == "call_function" and current.target is rope:
             stack.append(current.args[0])  # type: ignore[arg-type]
+        elif getattr(current.target, "_opname", "") == "cache_append":
+            stack.extend(current.args[1])  # type: ignore[arg-type]
     return found[::-1]
 
 

@@ -196,7 +196,7 @@ def run(
             (record.sites if isinstance(found, Site) else record.refusals).append(found)  # type: ignore[arg-type]
         record.nodes_after = record.nodes_before
         record.seconds = time.perf_counter() - began
-        check_facts(current, record, context)
+        check_facts(current, record, context, is_cached(graph))
         if not record.sites:
             if strict and not current.may_be_empty and not (current.phases == "cached" and not is_cached(graph)):
                 raise RefusedError(no_site_text(current, record), where=current.name, remedy=first_remedy(record))
@@ -249,10 +249,17 @@ def _branch(
 def apply_pass(graph: Graph, current: Pass, record: PassRecord, context: Context) -> None:
     """Apply a pass to all its sites, or leave the graph as it was and raise."""
     began = time.perf_counter()
-    saved = graph.copy()
+    saved, fixed = graph.copy(), graph.specialized()
     try:
         for site in record.sites:
             current.apply(graph, site, context)
+        newly = graph.specialized() - fixed
+        if newly:
+            raise VerifyError(
+                f"the pass fixed the sizes {', '.join(sorted(map(str, newly)))}, which must stay dynamic",
+                where=current.name,
+                remedy="compare sizes by latentscan.ir.sizes instead of Python's ==",
+            )
         graph.clean()
         verify(graph, before=saved, name=current.name)
     except LatentscanError:
@@ -268,8 +275,20 @@ def apply_pass(graph: Graph, current: Pass, record: PassRecord, context: Context
     graph.events.append(f"{current.text()}: {len(record.sites)} sites")
 
 
-def check_facts(current: Pass, record: PassRecord, context: Context) -> None:
-    """Every graph of one model must come to the same facts at the same module."""
+def check_facts(current: Pass, record: PassRecord, context: Context, cached: bool) -> None:
+    """Every graph of one model must come to the same facts at the same module, and rewrite what has lost its weights."""
+    at = {site.module for site in record.sites}
+    required = set(context.required)
+    if current.phases == "cached" and cached:  # every graph must store the same form
+        required |= set(context.facts)
+    for name, module in sorted(required):
+        if name == current.name and module not in at:
+            why = next((r.reason for r in record.refusals if r.module == module), "it is not in this graph")
+            raise VerifyError(
+                f"this graph cannot be rewritten as planned: {why}",
+                where=f"{current.name} at {module}",
+                remedy="other graphs of this model were rewritten here; call it as it was wrapped, or unwrap it",
+            )
     for site in record.sites:
         planned = context.facts.get((current.name, site.module))
         if planned is None:

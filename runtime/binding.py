@@ -53,18 +53,14 @@ class RecipeWeights:
         """A function from the graph's inputs to the values of its added weights."""
         groups = recipes_of(graph.added)
         at = {name: i for i, name in enumerate(graph.inputs)}
-        indices = []
-        for recipe, _ in groups:
-            weights = [graph.weight_at(path) for path in recipe.sources]
-            indices.append([at[w.placeholder] for w in weights if w is not None])
+        given = {w.path: at[w.placeholder] for w in graph.weights.values() if w.placeholder in at}
 
         def values(args: Sequence[Any]) -> list[torch.Tensor]:
-            found: dict[str, torch.Tensor] = {}
-            for (recipe, members), where in zip(groups, indices, strict=True):
-                made = self.values(recipe, [args[i] for i in where])
-                for member in members:
-                    found[member.placeholder] = made[member.index]
-            return [found[a.placeholder] for a in graph.added]
+            made: dict[str, torch.Tensor] = {}
+            for recipe, _ in groups:  # a recipe may read what an earlier one made
+                sources = [made[p] if p in made else args[given[p]] for p in recipe.sources]
+                made.update(zip(recipe.targets, self.values(recipe, sources), strict=True))
+            return [made[a.path] for a in graph.added]
 
         return values
 

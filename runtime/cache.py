@@ -51,10 +51,15 @@ class _TracedCacheError(CacheError, ShortenTraceback):
 
 
 @torch._dynamo.assume_constant_result
+def _refuse_trace(what: str, where: str, remedy: str) -> None:
+    """Raise while Dynamo traces. (A ``raise`` in traced code becomes an "observed exception" without its message.)"""
+    raise _TracedCacheError(what, where=where, remedy=remedy)
+
+
 def _refuse(what: str, where: str, remedy: str) -> None:
-    """Raise at trace time. (A ``raise`` in traced code would become an "observed exception" without its message.)"""
-    error = _TracedCacheError if torch.compiler.is_dynamo_compiling() else CacheError
-    raise error(what, where=where, remedy=remedy)
+    if torch.compiler.is_compiling():
+        _refuse_trace(what, where, remedy)
+    raise CacheError(what, where=where, remedy=remedy)
 
 
 class _AppendMixin:

@@ -73,7 +73,7 @@ def register_model_file(module: types.ModuleType) -> None:
                 warnings.warn(f"{what}; it is traced as it is", stacklevel=2)
                 continue
             warnings.warn(f"{what}; latentscan computes the definition instead", stacklevel=2)
-        substitute(function, lambda original, ours=ours: _in_our_traces(original, ours))
+        substitute(function, functools.partial(_in_our_traces, ours=ours))
     for name, value in list(vars(module).items()):
         if name.endswith("RMSNormGated") and isinstance(value, type) and value.__module__ == module.__name__:
             _register_norm(value)
@@ -128,9 +128,10 @@ def _make_conv(may_be_packed: bool) -> Callable[..., Any]:
         if seq_idx is not None or cu_seqlens is not None:
             if not may_be_packed:
                 raise ValueError(_PACKED)
-            if seq_idx is None:
+            if seq_idx is None and cu_seqlens is not None:
                 tokens = torch.arange(length, device=hidden_states.device)
                 seq_idx = torch.searchsorted(cu_seqlens.to(tokens.dtype), tokens, right=True)[None]
+            assert seq_idx is not None
             if seq_idx.shape[-1] != length:  # a cache put older inputs before the first sequence
                 older = length - seq_idx.shape[-1]
                 seq_idx = torch.cat([seq_idx[:, :1].expand(-1, older), seq_idx], 1)

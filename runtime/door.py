@@ -1,0 +1,119 @@
+"""How a wrapped model is called: ``forward``, ``generate``'s cache, state dict hooks and ``save_pretrained``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from latentscan.ir.errors import CacheError, RefusedError
+from latentscan.runtime.cache import GraphCache, cache_argument
+from latentscan.runtime.own import LoadHook, SaveHook
+from latentscan.runtime.session import Session
+
+SESSION = "_latentscan_session"
+_OVERRIDES = ("forward", "_prepare_cache_for_generation", "save_pretrained", "report")
+
+
+def session_of(model: torch.nn.Module) -> Session | None:
+    return model.__dict__.get(SESSION)
+
+
+class _Method:
+    """A replaced method of one model; a deep copy of the model gets its own."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+
+class Forward(_Method):
+    """``model.forward``: compiled; in evaluation without gradients a missing cache is a GraphCache."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self.__signature__ = inspect.signature(type(session.model).forward.__get__(session.model))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.session.model
+        if not torch.is_grad_enabled() and not model.training:
+            self._give_cache(model, args, kwargs)
+        return self.session.call(*args, **kwargs)
+
+    def _give_cache(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            name = cache_argument(model)
+            given = self.__signature__.bind_partial(*args, **kwargs).arguments
+        except (CacheError, TypeError):
+            return
+        extra = given.get("kwargs", {})
+        uses = given.get("use_cache", extra.get("use_cache"))
+        if uses is None:
+            uses = getattr(model.config, "use_cache", False)
+        if uses and given.get(name) is None and extra.get(name) is None:
+            kwargs[name] = GraphCache.for_model(model)
+
+
+class PrepareCache(_Method):
+    """What ``generate`` calls to make its cache: a GraphCache, unless the user gives one or wants none."""
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        model = self.session.model
+        name = cache_argument(model)
+        if model_kwargs.get(name) is None and generation_config.use_cache is not False:
+            implementation = generation_config.cache_implementation
+            length = None
+            if implementation == "static":
+                names = list(inspect.signature(type(model)._prepare_cache_for_generation).parameters)[3:]
+                given = dict(zip(names, args, strict=False)) | kwargs
+                length = max(given.get("max_cache_length") or 0, generation_config.max_cache_len or 0) or None
+                implementation = None
+                if length is None:
+                    raise CacheError("a static cache needs a length", remedy="give max_new_tokens or max_cache_len")
+                length += 1
+            model_kwargs[name] = GraphCache.for_model(model, max_len=length, implementation=implementation)
+            return None
+        return type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kwargs)
+
+
+class SavePretrained(_Method):
+    """``save_pretrained``: as before, and ``latentscan.json`` beside it."""
+
+    def __call__(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        from latentscan.runtime.checkpoint import save
+
+        return save(self.session, directory, *args, **kwargs)
+
+
+def install(model: torch.nn.Module, session: Session) -> None:
+    """Make ``model`` the wrapped model of ``session``."""
+    taken = [name for name in _OVERRIDES if name in model.__dict__]
+    if taken:
+        raise RefusedError(
+            f"the model's {', '.join(taken)} was replaced by something else",
+            where=type(model).__name__,
+            remedy="remove that hook first (for accelerate: remove_hook_from_module)",
+        )
+    from latentscan.runtime.report import Report
+
+    model.__dict__[SESSION] = session
+    model.__dict__["forward"] = Forward(session)
+    model.__dict__["report"] = Report(session)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model.__dict__["_prepare_cache_for_generation"] = PrepareCache(session)
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = SavePretrained(session)
+    save = SaveHook(session.plan.recipes, session.plan.released)
+    if save.recipes:
+        load = LoadHook(session.plan.recipes, session.plan.released)
+        handles = model.register_state_dict_post_hook(save), model.register_load_state_dict_pre_hook(load)
+        model.__dict__["_latentscan_hooks"] = [h.id for h in handles]
+
+
+def remove(model: torch.nn.Module) -> None:
+    """Undo :func:`install`."""
+    for name in (*_OVERRIDES, SESSION):
+        model.__dict__.pop(name, None)
+    for hook_id in model.__dict__.pop("_latentscan_hooks", []):
+        model._state_dict_hooks.pop(hook_id, None)
+        model._load_state_dict_pre_hooks.pop(hook_id, None)

@@ -1,0 +1,142 @@
+"""New Parameters on the user's model, old ones released, and the way back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from latentscan.ir.errors import RefusedError
+from latentscan.ir.weights import Recipe
+
+log = logging.getLogger("latentscan")
+
+
+def place(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
+    """The module that holds a weight, and the weight's name in it."""
+    module, _, name = path.rpartition(".")
+    return model.get_submodule(module), name
+
+
+def get(model: torch.nn.Module, path: str) -> torch.Tensor:
+    module, name = place(model, path)
+    return getattr(module, name)
+
+
+def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:
+    """Compute every recipe and register its targets as Parameters. All or none."""
+    made: list[tuple[torch.nn.Module, str]] = []
+    try:
+        for recipe in recipes:
+            sources = [get(model, path) for path in recipe.sources]
+            with torch.no_grad():
+                values = recipe.function(*sources)
+            trains = any(s.requires_grad for s in sources)
+            for path, value in zip(recipe.targets, values, strict=True):
+                module, name = place(model, path)
+                module.register_parameter(name, torch.nn.Parameter(value.detach().clone(), requires_grad=trains))
+                made.append((module, name))
+    except BaseException:
+        for module, name in made:
+            del module._parameters[name]
+        raise
+
+
+def tombstone(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of NaN that takes the bytes of one number."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
+
+
+def release(model: torch.nn.Module, paths: Sequence[str]) -> int:
+    """Delete Parameters; a NaN buffer that is not saved takes each one's name. Returns the bytes freed."""
+    freed = 0
+    for path in paths:
+        module, name = place(model, path)
+        old = module._parameters.pop(name)
+        assert old is not None
+        freed += old.numel() * old.element_size()
+        module.register_buffer(name, tombstone(old.shape, old.dtype, old.device), persistent=False)
+    return freed
+
+
+def shrink_tombstones(model: torch.nn.Module, paths: Sequence[str]) -> None:
+    """``.to()`` writes a released weight's placeholder out in full; make it one number again."""
+    for path in paths:
+        module, name = place(model, path)
+        value = module._buffers[name]
+        if value is not None and value.dim() and any(value.stride()):
+            module._buffers[name] = tombstone(value.shape, value.dtype, value.device)
+
+
+def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequence[str]) -> None:
+    """Rebuild released weights from the new ones and remove these. All or none.
+
+    Raises:
+        RefusedError: a recipe has no inverse.
+    """
+    for recipe in recipes:
+        if recipe.inverse is None and any(s in released for s in recipe.sources):
+            raise RefusedError(
+                f"{', '.join(recipe.sources)} cannot be rebuilt: the conversion has no inverse",
+                where="unwrap",
+                remedy="load the original checkpoint again",
+            )
+    rebuilt: dict[str, torch.nn.Parameter] = {}
+    for recipe in reversed(recipes):
+        if not any(s in released for s in recipe.sources):
+            continue
+        targets = [rebuilt.get(t, None) if t in rebuilt else get(model, t) for t in recipe.targets]
+        with torch.no_grad():
+            values = recipe.inverse(*targets)  # type: ignore[misc]
+        trains = any(t.requires_grad for t in targets)  # type: ignore[union-attr]
+        for path, value in zip(recipe.sources, values, strict=True):
+            rebuilt[path] = torch.nn.Parameter(value.detach().clone(), requires_grad=trains)
+    for path, parameter in rebuilt.items():
+        module, name = place(model, path)
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+        module._parameters[name] = parameter
+    for recipe in recipes:
+        for path in recipe.targets:
+            module, name = place(model, path)
+            module._parameters.pop(name, None)
+
+
+class StateDictMap:
+    """Original names in a wrapped model's state dict, wherever the recipes have inverses."""
+
+    def __init__(self, recipes: Sequence[Recipe], released: Sequence[str]) -> None:
+        gone = set(released)
+        self.recipes = tuple(r for r in recipes if r.inverse is not None and all(s in gone for s in r.sources))
+
+
+class SaveHook(StateDictMap):
+    """state_dict post-hook."""
+
+    def __call__(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for recipe in reversed(self.recipes):
+            names = [prefix + t for t in recipe.targets]
+            if not all(n in state for n in names):
+                continue
+            with torch.no_grad():
+                values = recipe.inverse(*[state[n] for n in names])  # type: ignore[misc]
+            for name in names:
+                del state[name]
+            state.update(zip((prefix + s for s in recipe.sources), values, strict=True))
+
+
+class LoadHook(StateDictMap):
+    """load_state_dict pre-hook: originals become the new weights; new names are taken as they are."""
+
+    def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for recipe in self.recipes:
+            names = [prefix + s for s in recipe.sources]
+            if not all(n in state for n in names):
+                continue
+            with torch.no_grad():
+                values = recipe.function(*[state[n] for n in names])
+            for name in names:
+                del state[name]
+            state.update(zip((prefix + t for t in recipe.targets), values, strict=True))

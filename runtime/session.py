@@ -1,0 +1,120 @@
+"""What a wrapped model carries: its plan, its compiled forward and its graphs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from latentscan.ir.capture import from_dynamo
+from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError
+from latentscan.ir.frontends.base import MARK
+from latentscan.passes.base import Context, Pass
+from latentscan.passes.pipeline import PassRecord, is_cached, run
+from latentscan.runtime.binding import OwnedWeights
+from latentscan.runtime.executable import Executable
+from latentscan.runtime.options import Options
+from latentscan.runtime.own import get, shrink_tombstones
+from latentscan.runtime.plan import ModelPlan
+
+RECOMPILE_LIMIT = 64  # beyond, a call raises: falling back to eager would run on released weights
+
+
+@dataclass
+class TracedGraph:
+    """One graph that a wrapped model was traced to."""
+
+    training: bool
+    cached: bool
+    records: list[PassRecord]
+    executable: Executable = field(repr=False)
+
+
+class Session:
+    """The state of one wrapped model. The model is held weakly; ``copy.deepcopy(model)`` gets a session of its own."""
+
+    def __init__(self, model: torch.nn.Module, passes: Sequence[Pass], plan: ModelPlan, options: Options) -> None:
+        self.model_reference = weakref.ref(model)
+        self.passes, self.plan, self.options = tuple(passes), plan, options
+        self.graphs: list[TracedGraph] = []
+        self.weights = OwnedWeights(model)
+        self._compiled: Callable[..., Any] | None = None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        model = self.model_reference()
+        if model is None:
+            raise RefusedError("the wrapped model is gone", remedy="keep a reference to it")
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        model = memo.get(id(self.model))
+        if model is None:
+            raise RefusedError("a session is copied only together with its model", remedy="copy.deepcopy(model)")
+        copy = Session(model, self.passes, self.plan, self.options)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce__(self):
+        raise RefusedError(
+            "a wrapped model cannot be pickled", remedy="save it with save_pretrained and read it with latentscan.load"
+        )
+
+    # -- compiling --------------------------------------------------------------------------------------------------
+
+    def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph = from_dynamo(module, example_inputs)
+        inputs = list(graph.inputs)
+        context = Context(facts=self.plan.facts, own_parameters=True, required=self.plan.required)
+        training, cached = graph.training, is_cached(graph)
+        program = run(graph, self.passes, context, strict=False)
+        executable = Executable(program, inputs, self.options, self.weights)
+        self.graphs.append(TracedGraph(training, cached, program.records, executable))
+        return executable
+
+    def compiled(self) -> Callable[..., Any]:
+        if self._compiled is None:
+            model = self.model
+
+            def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+                return self.backend(module, example_inputs)
+
+            setattr(backend, MARK, True)
+            forward = type(model).forward.__get__(model)
+            self._compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
+        return self._compiled
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, compiled. Errors of ours come out as they are."""
+        from torch.fx.experimental import _config as symbolic
+
+        if self.plan.released:
+            first = get(self.model, self.plan.released[0])
+            if any(first.stride()):
+                shrink_tombstones(self.model, self.plan.released)
+        patch = torch._dynamo.config.patch(
+            specialize_float=True, recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=4 * RECOMPILE_LIMIT
+        )
+        try:
+            with patch, symbolic.patch(use_duck_shape=False):
+                return self.compiled()(*args, **kwargs)
+        except LatentscanError:
+            raise
+        except torch._dynamo.exc.TorchDynamoException as error:
+            inner = getattr(error, "inner_exception", None) or error.__cause__
+            if isinstance(inner, LatentscanError):
+                raise inner from None
+            raise CaptureError(
+                f"this call could not be traced as one graph: {str(error).strip()[:600]}",
+                where=type(self.model).__name__,
+                remedy="call it as the unwrapped model can be called; unwrap(model) gives it back",
+            ) from error
+
+    def reset(self) -> None:
+        """Forget every compiled graph (after the model's structure changed)."""
+        self._compiled = None
+        self.graphs.clear()

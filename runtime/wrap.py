@@ -1,0 +1,170 @@
+"""``latentscan.wrap``: a user's model, rewritten and compiled, still the user's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from latentscan.ir.capture import capture
+from latentscan.ir.errors import LatentscanError, PipelineError, RefusedError
+from latentscan.ir.frontends import register_all
+from latentscan.ir.graph import Graph
+from latentscan.passes.base import Context
+from latentscan.passes.pipeline import Hooks, Program, facts_of, parse, run, to_text
+from latentscan.runtime.cache import GraphCache, cache_argument
+from latentscan.runtime.door import install, remove, session_of
+from latentscan.runtime.models import check_model
+from latentscan.runtime.options import Options
+from latentscan.runtime.own import make_parameters, release, restore
+from latentscan.runtime.plan import ModelPlan
+from latentscan.runtime.session import Session
+
+
+def wrap(
+    model: torch.nn.Module,
+    pipeline: str = "",
+    *,
+    mesh: Any = None,
+    target: str = "auto",
+    calibration: Any = None,
+    check: Any = False,
+    dump: str | None = None,
+    inductor: Any = "auto",
+) -> torch.nn.Module:
+    """Rewrite a model by a pipeline of passes and compile it. The same object comes back.
+
+    Args:
+        model: a Hugging Face causal language model. Its class, ``generate``, ``state_dict``, ``train``/``eval``,
+            autocast, gradient checkpointing and ``save_pretrained`` stay.
+        pipeline: passes as text, e.g. ``"mla-mm-split,latent-cache,mla-absorb"``; empty: canonical form only.
+        target: ``auto`` or ``reference``.
+        calibration: a path, a list of strings or a token tensor [N, L], for passes that need statistics.
+        check: compare the numbers after every pass on seeded inputs: True, or a dict of tolerances.
+        dump: a folder to write every pass's graphs to.
+        inductor: ``auto`` (on for GPUs), True or False.
+
+    Returns:
+        ``model``, with ``model.report`` added.
+
+    Raises:
+        PipelineError: a bad pipeline or option. RefusedError: a pass found nothing, or the model is of a kind that
+        is not served. CaptureError: the model does not trace. NumericsError: ``check`` failed. In every case the
+        model is as it was.
+    """
+    options = Options.of(
+        {
+            "pipeline": pipeline, "mesh": mesh, "target": target, "calibration": calibration,
+            "check": check, "dump": dump, "inductor": inductor,
+        }
+    )  # fmt: skip
+    if session_of(model) is not None:
+        raise RefusedError("the model is wrapped already", where=type(model).__name__, remedy="unwrap(model) first")
+    passes = parse(options.pipeline)
+    check_model(model)
+    register_all()
+    statistics = None
+    if any(getattr(p, "wants_statistics", False) for p in passes):
+        from latentscan.runtime.calibration import statistics_for
+
+        statistics = statistics_for(model, passes, options.calibration)
+    plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True))
+    make_parameters(model, plan.recipes)
+    release(model, plan.released)
+    session = Session(model, passes, plan, options)
+    install(model, session)
+    return model
+
+
+def planning_graph(model: torch.nn.Module, *, batch: int = 2, length: int = 6) -> Graph:
+    """The graph that decisions are made on: evaluation, filling an empty GraphCache, dynamic batch and length."""
+    device = next(model.parameters()).device
+    ids = torch.ones(batch, length, dtype=torch.long, device=device)
+    modes = {m: m.training for m in model.modules()}
+    inputs: dict[str, Any] = {"input_ids": ids}
+    try:
+        inputs[cache_argument(model)] = GraphCache.for_model(model)
+        inputs["use_cache"] = True
+    except LatentscanError:
+        inputs["use_cache"] = False
+    try:
+        model.eval()
+        from torch.fx.experimental import _config as symbolic
+
+        with symbolic.patch(use_duck_shape=False):
+            return capture(model, inputs=inputs)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def make_plan(model: torch.nn.Module, options: Options, context: Context) -> ModelPlan:
+    """Decide once, on a capture that computes nothing."""
+    passes = parse(options.pipeline)
+    graph = planning_graph(model)
+    hooks = Hooks()
+    if options.check or options.dump:
+        from latentscan.runtime.inspect import inspection
+
+        hooks = inspection(model, graph, options)
+    program = run(graph, passes, context, hooks=hooks)
+    return plan_of(program, to_text(passes))
+
+
+def plan_of(program: Program, pipeline: str) -> ModelPlan:
+    """The plan of a program; weights are released only if no form reads them."""
+    forms = [program] if program.choice is None else [program.forced(True), program.forced(False)]
+    graphs = [form.graph for form in forms]
+    recipes = []
+    for graph in graphs:
+        assert graph is not None
+        for added in graph.added:
+            if all(added.recipe.targets != r.targets for r in recipes):
+                recipes.append(added.recipe)
+    made = {t for r in recipes for t in r.targets}
+    sources = {s for r in recipes for s in r.sources}
+    released = []
+    for path in sorted(sources - made):
+        if all(not _is_read(graph, path) for graph in graphs):  # type: ignore[arg-type]
+            released.append(path)
+    if sources & made:
+        raise PipelineError(
+            f"{', '.join(sorted(sources & made))} would be made and rewritten again",
+            remedy="put the pass that rewrites first, or leave one of the two out",
+        )
+    facts = facts_of(program.records)
+    required = frozenset(
+        (record.name, site.module)
+        for record in program.records
+        for site in record.sites
+        if any(s.startswith(site.module + ".") for s in released)
+    )
+    return ModelPlan(pipeline, facts, tuple(recipes), tuple(released), required, tuple(forms[0].records))
+
+
+def _is_read(graph: Graph, path: str) -> bool:
+    weight = graph.weight_at(path)
+    return weight is not None and bool(graph.node(weight.placeholder).users)
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Give back the model as it was before :func:`wrap`, with its present weights.
+
+    Raises:
+        RefusedError: the model is not wrapped, or released weights cannot be rebuilt.
+    """
+    session = session_of(model)
+    if session is None:
+        raise RefusedError("the model is not wrapped", where=type(model).__name__, remedy="nothing to do")
+    restore(model, session.plan.recipes, session.plan.released)
+    remove(model)
+    return model
+
+
+def refresh(model: torch.nn.Module) -> None:
+    """Forget folded weights and compiled graphs. Needed only after writes through ``tensor.data``."""
+    session = session_of(model)
+    if session is None:
+        raise RefusedError("the model is not wrapped", where=type(model).__name__, remedy="wrap(model, ...) first")
+    session.weights.refresh()
+    session.reset()
