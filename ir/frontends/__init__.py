@@ -7,5 +7,5 @@ def register_all() -> None:
     """Register every frontend whose library is imported by now. Idempotent; called before each capture."""
     import importlib
 
-    for name in ("huggingface",):
+    for name in ("huggingface", "huggingface_ssm"):
         importlib.import_module(f"latentscan.ir.frontends.{name}").register()
