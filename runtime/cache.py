@@ -40,14 +40,12 @@ CHUNKED_PREFILL = frozenset(
 _CROP_TO_LENGTH = hasattr(Cache, "get_max_cache_shape")
 
 
-class _TracedCacheError(CacheError, ShortenTraceback):
+class _TracedCacheError(ShortenTraceback, CacheError):
     """A CacheError raised while Dynamo traces: as a ShortenTraceback it reaches the user as it is."""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        ShortenTraceback.__init__(self, what, first_useful_frame=None)
         CacheError.__init__(self, what, where=where, remedy=remedy)
-        self.first_useful_frame = None
-        self.frame_summary = None
-        self.msg = str(self)
 
 
 @torch._dynamo.assume_constant_result
