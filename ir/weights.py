@@ -35,6 +35,7 @@ class Recipe:
     Attributes:
         sources: paths of the existing weights, in the order in which ``function`` takes them.
         targets: paths of the new weights (module path + name), in the order in which ``function`` returns them.
+        maker: name of the pass. module: path of the site that it was made for.
         function: ``function(*sources) -> tuple of tensors``; differentiable torch code.
         inverse: ``inverse(*targets) -> tuple of tensors`` in the order of ``sources``, or None if the old weights
             cannot be rebuilt.
@@ -43,6 +44,8 @@ class Recipe:
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
+    maker: str
+    module: str
     function: Callable[..., tuple[torch.Tensor, ...]]
     inverse: Callable[..., tuple[torch.Tensor, ...]] | None = None
     keep: dict[str, Any] = field(default_factory=dict)

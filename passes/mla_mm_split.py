@@ -14,6 +14,7 @@ from torch import fx
 from latentscan.ir.graph import VALUE, Graph, module_path
 from latentscan.ir.layout import LayoutError, Linear, is_layout, linear_of, trace
 from latentscan.ir.mla import attention_like
+from latentscan.ir.ops.rope import ROPE
 from latentscan.ir.sizes import numbers
 from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
@@ -97,9 +98,9 @@ class MlaMmSplit(Pass):
         assert all(w is not None for w in weights)
         paths = [w.path for w in weights]  # type: ignore[union-attr]
         rows = [p.rows for p in pieces]
-        function, inverse = _split_functions(rows, linear.transposed, len(sources))
+        function, inverse = split_functions(rows, linear.transposed, len(sources))
         targets = tuple(f"{path}_part{i}" for path in paths for i in range(len(rows)))
-        recipe = Recipe(tuple(paths), targets, function, inverse)
+        recipe = Recipe(tuple(paths), targets, self.name, site.module, function, inverse)
         inner = graph.shape(linear.weight)[0 if linear.transposed else 1]
         values = [
             graph.value(source).new_empty((r.numel(), inner) if i == 0 else (r.numel(),))
@@ -124,7 +125,6 @@ class MlaMmSplit(Pass):
 def _linears_above(graph: Graph, node: fx.Node) -> list[Linear]:
     """Linear maps that feed an attention operand through layout, rope and concatenation only."""
     found, stack, seen = [], [node], set()
-    rope = torch.ops.latentscan.rope.default
     while stack:
         current = stack.pop()
         if current in seen:
@@ -135,7 +135,7 @@ def _linears_above(graph: Graph, node: fx.Node) -> list[Linear]:
             found.append(linear)
         elif is_layout(current):
             stack.extend(n for n in current.all_input_nodes if isinstance(n.meta.get(VALUE), (torch.Tensor, tuple, list)))
-        elif current.op == "call_function" and current.target is rope:
+        elif current.op == "call_function" and current.target is ROPE.op:
             stack.append(current.args[0])  # type: ignore[arg-type]
         elif getattr(current.target, "_opname", "") == "cache_append":
             stack.extend(current.args[1])  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def _is_block(rows: torch.Tensor) -> bool:
     return bool((rows == rows[0] + torch.arange(rows.numel())).all())
 
 
-def _split_functions(
+def split_functions(
     rows: list[torch.Tensor], transposed: bool, sources: int
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], Callable[..., tuple[torch.Tensor, ...]]]:
     """``(weight[, bias]) -> parts`` and back. Weights become [out, in] parts whatever they were."""

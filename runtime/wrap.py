@@ -133,12 +133,8 @@ def plan_of(program: Program, pipeline: str) -> ModelPlan:
             remedy="put the pass that rewrites first, or leave one of the two out",
         )
     facts = facts_of(program.records)
-    required = frozenset(
-        (record.name, site.module)
-        for record in program.records
-        for site in record.sites
-        if any(s.startswith(site.module + ".") for s in released)
-    )
+    gone = set(released)
+    required = frozenset((r.maker, r.module) for r in recipes if gone & set(r.sources))
     return ModelPlan(pipeline, facts, tuple(recipes), tuple(released), required, tuple(forms[0].records))
 
 
