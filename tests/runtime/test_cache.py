@@ -131,7 +131,7 @@ def families(*quick: str, slow: tuple[str, ...] = ()):
 # -- tokens --------------------------------------------------------------------------------------------------------
 
 
-@families(*FAMILIES)
+@families("llama", "gemma3", "deepseek_v3", "mamba2", "bamba", slow=("mamba", "falcon_h1"))
 def test_greedy_tokens_with_two_graphs(family):
     m, ids = Compiled(family), prompt(2, 11)
     assert torch.equal(m.generate(ids, **GREEDY), m.expect(ids, **GREEDY))
@@ -145,9 +145,15 @@ def test_no_recompile_per_step_or_prompt_length():
         ids = prompt(2, length)
         assert torch.equal(m.generate(ids, **words), m.expect(ids, **words)), length
         assert len(m.graphs) == graphs, length
-    ids = prompt(2, 30)
-    assert torch.equal(m.generate(ids, prefill_chunk_size=8, **words), m.expect(ids, **words))
-    assert len(m.graphs) <= 5  # the chunk, and a first chunk whose position_ids are a slice, so strided
+
+
+def test_generate_with_chunked_prefill():
+    m = Compiled("llama")
+    for length in (30, 45, 61):
+        ids = prompt(2, length)
+        assert torch.equal(m.generate(ids, prefill_chunk_size=8, **GREEDY), m.expect(ids, **GREEDY)), length
+    # First chunk, chunk, step; transformers 5.17 passes slices of the mask, whose strides tell the last chunk apart.
+    assert len(m.graphs) <= 4
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
@@ -217,7 +223,7 @@ def test_a_write_one_position_off_changes_the_tokens():
 # -- several tokens with a filled cache ------------------------------------------------------------------------------
 
 
-@families("llama", "gemma3", "mamba2", slow=("deepseek_v3", "falcon_h1"))
+@families("llama", "mamba2", slow=("gemma3", "deepseek_v3", "falcon_h1"))
 def test_chunked_prefill(family):
     m, ids = Compiled(family), prompt(2, 29)
     cache = m.cache()
