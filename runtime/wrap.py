@@ -11,9 +11,10 @@ from latentscan.ir.errors import LatentscanError, PipelineError, RefusedError
 from latentscan.ir.frontends import register_all
 from latentscan.ir.graph import Graph
 from latentscan.passes.base import Context
-from latentscan.passes.pipeline import Hooks, Program, facts_of, parse, run, to_text
+from latentscan.passes.pipeline import Program, facts_of, parse, run, to_text
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import install, remove, session_of
+from latentscan.runtime.inspection import inspection
 from latentscan.runtime.models import check_model
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, release, restore
@@ -102,13 +103,9 @@ def make_plan(model: torch.nn.Module, options: Options, context: Context) -> Mod
     """Decide once, on a capture that computes nothing."""
     passes = parse(options.pipeline)
     graph = planning_graph(model)
-    hooks = Hooks()
-    if options.check or options.dump:
-        from latentscan.runtime.inspect import inspection
-
-        hooks = inspection(model, graph, options)
-    program = run(graph, passes, context, hooks=hooks)
-    return plan_of(program, to_text(passes))
+    with inspection(model, graph, options, context) as hooks:
+        program = run(graph, passes, context, hooks=hooks)
+        return plan_of(program, to_text(passes))
 
 
 def plan_of(program: Program, pipeline: str) -> ModelPlan:
