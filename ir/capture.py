@@ -6,8 +6,12 @@ small inputs, without computing anything, for planning and dumping (it works on 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+import logging
+import re
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +64,47 @@ def from_dynamo(module: fx.GraphModule, example_inputs: Sequence[Any], *, traini
     return graph
 
 
+@contextlib.contextmanager
+def trace_settings(**more: Any) -> Iterator[None]:
+    """Dynamo's settings for our own traces; nothing of it leaks into other ones.
+
+    Floats such as scale and eps stay constants, sizes that happen to be equal stay different symbols (two cached
+    positions and a batch of two, say), and warnings that a library logs while it is traced are dropped: they would
+    break the graph.
+
+    Args:
+        more: further settings of ``torch._dynamo.config``.
+    """
+    from torch.fx.experimental import _config as symbolic
+
+    config = torch._dynamo.config
+    name = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+    logger = logging.Logger
+    methods = [v for k, v in vars(logger).items() if callable(v) and re.match(r"(debug|info|warning|error)(_|$)", k)]
+    settings = {name: set(getattr(config, name)).union(methods), "specialize_float": True} | more
+    with config.patch(**settings), symbolic.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        yield
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a Python function (or bound method) that shares everything with it but its code object.
+
+    Dynamo keeps what it compiled with the code object, and Hugging Face decorates the forward of every model with the
+    same few functions: without this, all models of a process, wrapped or not, would count against one recompile limit,
+    and what was compiled would live as long as the process.
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(with_own_code(function.__func__), function.__self__)
+    if not isinstance(function, types.FunctionType):
+        return function
+    code, name, defaults = function.__code__.replace(), function.__name__, function.__defaults__
+    copy = types.FunctionType(code, function.__globals__, name, defaults, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
+    return copy
+
+
 class _Captured(Exception):  # noqa: N818  control flow, not an error
     """Raised by the captured callable instead of computing."""
 
@@ -97,14 +142,13 @@ def capture(
     target = function if function is not None else type(model).forward.__get__(model)
     given = inputs if inputs is not None else default_inputs(model, target)
     try:
-        # No latentscan option may leak into other traces, so Dynamo's settings hold for this call only.
-        with torch._dynamo.config.patch(specialize_float=True), torch.set_grad_enabled(training):
-            torch.compile(target, backend=backend, fullgraph=True, dynamic=True)(**given)
+        with trace_settings(), torch.set_grad_enabled(training):
+            torch.compile(with_own_code(target), backend=backend, fullgraph=True, dynamic=True)(**given)
     except _Captured:
-        return seen[0]
+        return seen.pop()  # Dynamo keeps the backend: it must not keep the graph, and so the weights, alive
     except CaptureError:
         raise
-    except Exception as error:  # noqa: BLE001  Dynamo raises many types; all mean the same to a user
+    except Exception as error:  # Dynamo raises many types; all mean the same to a user
         raise CaptureError(
             f"could not be traced as one graph: {type(error).__name__}: {_first_lines(error)}",
             where=type(model).__name__,

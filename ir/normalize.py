@@ -35,26 +35,17 @@ def normalize(graph: Graph) -> None:
 # -- gradient checkpointing ---------------------------------------------------------------------------------------
 
 
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
 def inline_checkpoints(graph: Graph) -> None:
-    """Put the body of each ``tag_activation_checkpoint`` in place of its call, marked with the region's number."""
-    target = torch.ops.higher_order.tag_activation_checkpoint
-    region = 0
-    for call in graph.calls(target):
-        region += 1
-        body = graph.module.get_submodule(str(call.args[0].target))
-        inputs = iter(call.args[1:])
-        mapping: dict[fx.Node, Any] = {}
-        results: Any = None
+    """Put the body of each ``tag_activation_checkpoint`` in place of its call, marked with the region's number.
+
+    A region inside a region becomes part of the outer one, which is recomputed as a whole.
+    """
+    for region, call in enumerate(graph.calls(CHECKPOINT), 1):
         with graph.graph.inserting_before(call):
-            for node in body.graph.nodes:
-                if node.op == "placeholder":
-                    mapping[node] = next(inputs)
-                elif node.op == "output":
-                    results = fx.map_arg(node.args[0], lambda n: mapping[n])
-                else:
-                    new = graph.graph.node_copy(node, lambda n: mapping[n])
-                    new.meta = {**node.meta, REGION: region}
-                    mapping[node] = new
+            results = _inline(graph, call, list(call.args[1:]), graph.module, region)
         if isinstance(results, (tuple, list)):
             for user in list(call.users):
                 if user.op == "call_function" and user.target is operator.getitem:
@@ -62,10 +53,48 @@ def inline_checkpoints(graph: Graph) -> None:
                     graph.graph.erase_node(user)
         else:
             call.replace_all_uses_with(results)
-        body_node = call.args[0]
+        body = call.args[0]
         graph.graph.erase_node(call)
-        if isinstance(body_node, fx.Node) and not body_node.users:
-            graph.graph.erase_node(body_node)
+        if isinstance(body, fx.Node) and not body.users:
+            graph.graph.erase_node(body)
+    graph.module.delete_all_unused_submodules()
+
+
+def _inline(graph: Graph, call: fx.Node, inputs: list[Any], owner: torch.nn.Module, region: int) -> Any:
+    """Copies of the nodes that a checkpoint call of ``owner`` runs; returns what stands for its result."""
+    body: Any = owner.get_submodule(str(call.args[0].target))  # type: ignore[union-attr]
+    given = iter(inputs)
+    mapping: dict[fx.Node, Any] = {}
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            mapping[node] = next(given)
+        elif node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: mapping[n])
+        elif node.op == "call_function" and node.target == CHECKPOINT:
+            mapping[node] = _inline(graph, node, [mapping.get(n, n) for n in node.args[1:]], body, region)
+        elif node.target is operator.getitem and type(mapping[node.args[0]]) in (list, tuple):
+            mapping[node] = mapping[node.args[0]][node.args[1]]
+        elif node.op == "get_attr":
+            if all(u.target == CHECKPOINT and u.args[0] is node for u in node.users):
+                continue
+            mapping[node] = _carry(graph, node, body, region)
+        else:
+            mapping[node] = graph.graph.node_copy(node, lambda n: mapping[n])
+            mapping[node].meta = {**node.meta, REGION: region}
+    return None
+
+
+def _carry(graph: Graph, node: fx.Node, owner: torch.nn.Module, region: int) -> fx.Node:
+    """A node for an attribute of a region's body, which moves to the graph's own module."""
+    value: Any = owner
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    name = f"latentscan_of_region_{region}_{str(node.target).replace('.', '_')}"
+    if not hasattr(graph.module, name):
+        setattr(graph.module, name, value)
+    new = graph.graph.get_attr(name)
+    new.meta = {**node.meta, REGION: region}
+    return new
 
 
 def name_overloads(graph: Graph) -> None:
@@ -133,7 +162,7 @@ def functionalize_slice_writes(graph: Graph) -> None:
         anchor = max((p[4] for p in parts), key=lambda n: order[n])
         with graph.after(anchor, "normalize"):
             joined = graph.call(torch.cat, [p[2] for p in parts], dim=-1)
-        base.replace_all_uses_with(joined, delete_user_cb=lambda u: u in readers)
+        base.replace_all_uses_with(joined, delete_user_cb=readers.__contains__)
         for _, _, _, view, write in parts:
             graph.graph.erase_node(write)
             graph.graph.erase_node(view)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from latentscan.ir.capture import from_dynamo
+from latentscan.ir.capture import from_dynamo, trace_settings, with_own_code
 from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError
 from latentscan.ir.frontends.base import MARK
 from latentscan.passes.base import Context, Pass
@@ -78,29 +78,29 @@ class Session:
 
     def compiled(self) -> Callable[..., Any]:
         if self._compiled is None:
-            model = self.model
+            model, session = self.model, weakref.ref(self)
 
+            # Dynamo keeps the backend in places that the garbage collector does not look into: through a strong
+            # reference the session, its graphs and the model would stay for good.
             def backend(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-                return self.backend(module, example_inputs)
+                mine = session()
+                assert mine is not None  # its forward is being called
+                return mine.backend(module, example_inputs)
 
             setattr(backend, MARK, True)
-            forward = type(model).forward.__get__(model)
+            forward = with_own_code(type(model).forward.__get__(model))
             self._compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
         return self._compiled
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, compiled. Errors of ours come out as they are."""
-        from torch.fx.experimental import _config as symbolic
-
         if self.plan.released:
             first = get(self.model, self.plan.released[0])
             if any(first.stride()):
                 shrink_tombstones(self.model, self.plan.released)
-        patch = torch._dynamo.config.patch(
-            specialize_float=True, recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=4 * RECOMPILE_LIMIT
-        )
+        limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 4 * RECOMPILE_LIMIT}
         try:
-            with patch, symbolic.patch(use_duck_shape=False):
+            with trace_settings(**limits):
                 return self.compiled()(*args, **kwargs)
         except LatentscanError:
             raise

@@ -10,6 +10,7 @@ from latentscan.ir.capture import capture
 from latentscan.ir.errors import LatentscanError, PipelineError, RefusedError
 from latentscan.ir.frontends import register_all
 from latentscan.ir.graph import Graph
+from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, facts_of, parse, run, to_text
 from latentscan.runtime.cache import GraphCache, cache_argument
@@ -90,10 +91,7 @@ def planning_graph(model: torch.nn.Module, *, batch: int = 2, length: int = 6) -
         inputs["use_cache"] = False
     try:
         model.eval()
-        from torch.fx.experimental import _config as symbolic
-
-        with symbolic.patch(use_duck_shape=False):
-            return capture(model, inputs=inputs)
+        return capture(model, inputs=inputs)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -112,7 +110,7 @@ def plan_of(program: Program, pipeline: str) -> ModelPlan:
     """The plan of a program; weights are released only if no form reads them."""
     forms = [program] if program.choice is None else [program.forced(True), program.forced(False)]
     graphs = [form.graph for form in forms]
-    recipes = []
+    recipes: list[Recipe] = []
     for graph in graphs:
         assert graph is not None
         for added in graph.added:
