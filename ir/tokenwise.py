@@ -35,25 +35,28 @@ def regroup(before: tuple[int, ...], after: tuple[int, ...], place: Place) -> Pl
     if place[0] == place[1]:
         return _split_place(before, after, place[0])
     prefixes = [math.prod(before[:i]) for i in range(len(before) + 1)]
-    found: list[int | None] = []
+    candidates: list[list[int]] = []
     for dim in place:
         low = math.prod(after[:dim])
         high = low * after[dim]
         exact = [i for i in range(len(before)) if prefixes[i] == low and prefixes[i + 1] == high]
         around = [i for i in range(len(before)) if prefixes[i] <= low and prefixes[i + 1] >= high and before[i] > 1]
-        if exact:
-            # Dimensions of size 1 are alike: take the one at the same distance from the nearest end.
-            exact.sort(key=lambda i: min(abs(i - dim), abs((len(before) - i) - (len(after) - dim))))
-            found.append(exact[0])
-        elif after[dim] == 1:
-            found.append(None)  # one token, flattened away
+        if exact or after[dim] == 1:
+            candidates.append(exact)  # none: one token, flattened away
         elif len(around) == 1:
-            found.append(around[0])
+            candidates.append(around)
         else:
             raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} mixes tokens and features")
-    first, second = (f if f is not None else found[1 - i] for i, f in enumerate(found))
-    if first is None or second is None:
+    if not candidates[0] and not candidates[1]:
         raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} loses both batch and sequence")
+    candidates = [c or candidates[1 - i] for i, c in enumerate(candidates)]
+    # Dimensions of size 1 are alike. A reshape keeps the order of dimensions, so batch and sequence stay apart and in
+    # order if they can, and move as little as they can.
+    forward = place[0] < place[1]
+    first, second = min(
+        ((i, j) for i in candidates[0] for j in candidates[1]),
+        key=lambda p: (p[0] == p[1], (p[0] < p[1]) != forward, abs(p[0] - place[0]) + abs(p[1] - place[1])),
+    )
     if first == second and before[first] != after[place[0]] * after[place[1]]:
         raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} merges tokens with features")
     return first, second
