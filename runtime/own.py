@@ -87,7 +87,7 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
     for recipe in reversed(recipes):
         if not any(s in released for s in recipe.sources):
             continue
-        targets = [rebuilt.get(t, None) if t in rebuilt else get(model, t) for t in recipe.targets]
+        targets = [rebuilt[t] if t in rebuilt else get(model, t) for t in recipe.targets]
         with torch.no_grad():
             values = recipe.inverse(*targets)  # type: ignore[misc]
         trains = any(t.requires_grad for t in targets)  # type: ignore[union-attr]
