@@ -53,6 +53,7 @@ class Graph:
         self.added: list[Added] = []
         self.events: list[str] = []
         self._by_path = {w.path: w for w in weights.values()}
+        self._names: dict[str, fx.Node] = {}  # an index for `node`; made again when it does not fit
         self._like: fx.Node | None = None
         self._pass = ""
 
@@ -72,10 +73,14 @@ class Graph:
         return [n for n in self.graph.nodes if n.op in ("call_function", "call_method") and n.target in wanted]
 
     def node(self, name: str) -> fx.Node:
-        for n in self.graph.nodes:
-            if n.name == name:
-                return n
-        raise CaptureError(f"no node is named {name!r}")
+        """The node of that name. Raises CaptureError if there is none."""
+        found = self._names.get(name)
+        if found is None or found.name != name or found.graph is not self.graph or found._erased:
+            self._names = {n.name: n for n in self.graph.nodes}
+            found = self._names.get(name)
+        if found is None:
+            raise CaptureError(f"no node is named {name!r}")
+        return found
 
     def weight(self, node: Any) -> Weight | None:
         """The weight that a placeholder stands for, or None."""
@@ -233,7 +238,7 @@ class Graph:
         module = fx.GraphModule(self.module, graph)
         other = Graph.__new__(Graph)
         other.__dict__.update(self.__dict__)
-        other.module = module
+        other.module, other._names = module, {}
         other.inputs, other.added, other.events = list(self.inputs), list(self.added), list(self.events)
         other.weights, other._by_path = dict(self.weights), dict(self._by_path)
         return other

@@ -166,7 +166,7 @@ def trace(graph: Graph, node: fx.Node, *, batch_dim: int, seq_dim: int, feature_
             else:
                 cache[current] = current.target(*args, **kwargs)  # type: ignore[operator]
     heads_dim, features_dim = feature_dims
-    ids = cache[node].permute(batch_dim, seq_dim, heads_dim, features_dim)
+    ids = cache[node].permute(batch_dim, seq_dim, heads_dim, features_dim).contiguous()
     starts = torch.tensor(offsets)
     which = torch.bucketize(ids, starts, right=True) - 1
     if not bool((which == which[:1, :1]).all()):

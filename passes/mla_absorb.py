@@ -86,7 +86,7 @@ class MlaAbsorb(Pass):
             f"absorb iff {f['heads']} P (2*{f['d_c']} - {f['d_n']} - {f['d_v']}) < ({f['kv_heads']} t - {f['heads']} s) "
             f"{f['d_c']} ({f['d_n']} + {f['d_v']})" + ("" if len(sites) == 1 else f", summed over {len(sites)} layers")
         )
-        return Choice(sympy.simplify(saved) > 0, rule, "absorb", "expand")
+        return Choice(sympy.expand(saved) > 0, rule, "absorb", "expand")
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
         node = graph.node(site.anchor)

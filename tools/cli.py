@@ -1,0 +1,246 @@
+"""The ``latentscan`` command. What takes long to import is imported by the verb that needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from latentscan import __version__
+
+OK, CHECK_FAILED, BAD_INPUT = 0, 1, 2
+
+app = typer.Typer(
+    name="latentscan",
+    help="Checked graph transformations for long-sequence models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A model directory, a config.json, a .gguf file, tiny:FAMILY or a local hub id."
+    ),
+]
+Pipeline = Annotated[
+    str,
+    typer.Option("--pipeline", "-p", help="Passes as text: mha-to-mla{rank=128,rope_dim=32},latent-cache,mla-absorb."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and warnings; may stand anywhere.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass  # `main` takes --debug out of the arguments; it is declared here for the help
+
+
+@app.command("passes")
+def passes_verb(as_json: Json = False) -> None:
+    """Every pass, with its tier and one line."""
+    from latentscan.tools.explain import SCHEMA, pass_rows
+
+    rows = pass_rows()
+    if as_json:
+        print_json({"schema": SCHEMA, "passes": rows})
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("pass", "tier", ""):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(row["name"], row["tier"], row["summary"])
+    stdout().print(table, highlight=False)
+
+
+@app.command("explain")
+def explain_verb(name: Annotated[str, typer.Argument(metavar="PASS")], as_json: Json = False) -> None:
+    """What a pass does and why, its math, options and order."""
+    from latentscan.tools.explain import explanation
+
+    told = explanation(name)
+    if as_json:
+        print_json(told)
+        return
+    out = stdout()
+    out.print(f"[bold]{told['name']}[/bold]  ({told['tier']}): {told['summary']}", highlight=False)
+    for title, text in (("", told["description"]), ("math", told["math"]), ("works on", told["graphs"])):
+        out.print(f"\n{title + ': ' if title else ''}{text}", markup=False, highlight=False)
+    out.print("\noptions:" if told["options"] else "\noptions: none", highlight=False)
+    for option in told["options"]:
+        choices = f", one of {', '.join(option['choices'])}" if option["choices"] else ""
+        default = str(option["default"]).lower() if option["default"] in (None, True, False) else option["default"]
+        out.print(f"  {option['name']}={default}  ({option['type']}{choices})", markup=False, highlight=False)
+    for title, key in (("comes after", "after"), ("comes before", "before"), ("needs", "needs")):
+        if told[key]:
+            out.print(f"{title}: {', '.join(told[key])}", highlight=False)
+    if told["may_find_nothing"]:
+        out.print("finding nothing is no error", highlight=False)
+
+
+@app.command("plan")
+def plan_verb(
+    model: Model,
+    pipeline: Pipeline = "",
+    seq: Annotated[
+        int, typer.Option(min=2, help="Tokens a row: of the prompt, of what is cached, or of a step.")
+    ] = 32768,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    train: Annotated[bool, typer.Option("--train", help="A training step instead of prefill and decode.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Every site and refusal, and costs by kind of node.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """What a pipeline would do and cost; needs no weights and no accelerator."""
+    from latentscan.passes.pipeline import parse
+
+    parse(pipeline)  # before anything slow
+    with progress("planning") as step:
+        from latentscan.runtime.source import resolve
+        from latentscan.tools.plan import plan
+
+        data = plan(resolve(model), pipeline, batch=batch, seq=seq, train=train, explain=explain, step=step)
+    if as_json:
+        print_json(data)
+    else:
+        from latentscan.tools.plan_text import show
+
+        show(data, stdout(), explain=explain)
+    if data["errors"]:
+        raise typer.Exit(BAD_INPUT)
+
+
+@app.command("convert")
+def convert_verb(
+    model: Model,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A directory that does not exist, or that latentscan made.")
+    ],
+    pipeline: Pipeline,
+    calibration: Annotated[Path | None, typer.Option(help="Text for passes that measure activations.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rewrite a model's weights and save it; read it with latentscan.load."""
+    from latentscan.passes.pipeline import parse
+
+    parse(pipeline)
+    with progress("converting") as step:
+        from latentscan.tools.convert import convert
+
+        told = convert(model, out, pipeline, calibration=calibration, step=step)
+    if as_json:
+        print_json(told)
+    else:
+        stdout().print(f"{out}: {told['files']} files, {told['bytes']:,} bytes", highlight=False)
+
+
+@app.command("dump")
+def dump_verb(
+    model: Model,
+    pipeline: Pipeline,
+    out: Annotated[Path, typer.Option("--out", help="The folder: one that does not exist, or an earlier dump.")],
+    check: Annotated[bool, typer.Option(help="Compare the numbers after every pass; needs weights.")] = True,
+    calibration: Annotated[Path | None, typer.Option(help="Text for passes that measure activations.")] = None,
+    as_json: Json = False,
+) -> None:
+    """The graph before and after every pass, what matched and what was refused, as a folder of texts."""
+    from latentscan.passes.pipeline import parse
+
+    parse(pipeline)
+    with progress("dumping") as step:
+        from latentscan.runtime.source import resolve
+        from latentscan.tools.dump import dump
+
+        source = resolve(model)
+        step("loading")
+        loaded = source.load() if source.has_weights else source.on_meta()
+        step("running the passes")
+        text = str(calibration) if calibration else None
+        told = dump(loaded, pipeline, str(out), check=check and source.has_weights, calibration=text)
+    if as_json:
+        print_json(told)
+    else:
+        stdout().print(f"{out / 'index.md'}", highlight=False)
+
+
+@app.command("diff")
+def diff_verb(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that dump wrote.")],
+    name: Annotated[str | None, typer.Argument(metavar="PASS", help="One pass; all by default.")] = None,
+) -> None:
+    """What a pass changed."""
+    from latentscan.tools.dump import diff
+
+    typer.echo(diff(str(folder), name))
+
+
+def stdout() -> Any:
+    """A console on stdout; where that is no terminal, as wide as its texts need."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=int(os.environ.get("COLUMNS", 160)))
+
+
+def print_json(data: Any) -> None:
+    """One JSON object with sorted keys on stdout."""
+    typer.echo(json.dumps(data, sort_keys=True, indent=2, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """A status line on stderr, where that is a terminal; yields the function that changes its text."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(what) as status:
+        yield lambda text: status.update(f"{what}: {text}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Returns its exit status: 0, 1 (a check failed), 2 (bad input)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [a for a in given if a != "--debug"]
+    if not debug:
+        warnings.simplefilter("ignore")
+    try:
+        app(given, prog_name="latentscan")
+    except SystemExit as end:  # how typer ends, also after a wrong argument
+        return end.code if isinstance(end.code, int) else OK
+    except Exception as error:
+        from latentscan.ir.errors import LatentscanError, NumericsError, VerifyError
+
+        if debug or not isinstance(error, LatentscanError):
+            raise
+        typer.echo(f"latentscan: {error}", err=True)
+        return CHECK_FAILED if isinstance(error, (NumericsError, VerifyError)) else BAD_INPUT
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

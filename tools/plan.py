@@ -1,0 +1,249 @@
+"""``latentscan plan``: what a pipeline would do to a model and what it costs, without weights and without computing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from latentscan import __version__
+from latentscan.ir.cost import Kind, Values, cache_bytes_per_token, cost_by_kind, peak_bytes, saved_bytes
+from latentscan.ir.graph import Graph
+from latentscan.ir.weights import bytes_of
+from latentscan.passes.base import Context, Pass, Refusal, Site
+from latentscan.passes.pipeline import (
+    Hooks,
+    PassRecord,
+    Program,
+    first_remedy,
+    is_cached,
+    no_site_text,
+    parse,
+    run,
+    to_text,
+)  # fmt: skip
+from latentscan.runtime.own import get
+from latentscan.runtime.phases import Phase, Traced, traced_phases, values_of
+from latentscan.runtime.source import Source
+from latentscan.runtime.wrap import plan_of
+from latentscan.tools.fold import fold
+
+SCHEMA = 1  # of the dict that `plan` returns; raised when a field changes its meaning or goes
+
+
+def plan(
+    source: Source,
+    pipeline: str,
+    *,
+    batch: int = 1,
+    seq: int = 32768,
+    train: bool = False,
+    explain: bool = False,
+    step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """What a pipeline would do to a model, as plain data.
+
+    Args:
+        source: the model; only its configuration is read.
+        batch, seq: rows, and tokens a row: the prompt's length, what is cached at a decode step, or a training step's.
+        train: a training step instead of prefill and decode.
+        explain: every refusal and site on its own beside the folded ones.
+        step: told what is being done.
+
+    Returns:
+        A dict of strings, numbers, lists and dicts with keys as README describes them. All sizes are bytes.
+
+    Raises:
+        PipelineError, RefusedError, CheckpointError, CaptureError: bad input. A pass that finds no site is no error
+        here: it is told under "errors", and wrap would raise it.
+    """
+    passes = parse(pipeline)
+    step("building the model on the meta device")
+    model = source.on_meta()
+    step("tracing")
+    traced = traced_phases(model, batch=batch, seq=seq, train=train)
+    parts = [_run(model, item, passes, step) for item in traced]
+    records = _merged([p["records"] for p in parts])
+    step("summing up")
+    weights, made = _weights(model, parts[0]["program"], to_text(passes))
+    cache = {"before": parts[0]["cache"][0], "after": parts[-1]["cache"][1]}
+    state = traced[0].state_bytes
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "latentscan": __version__,
+        "model": {
+            "name": source.text,
+            "class": type(model).__name__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "layers": getattr(source.config.get_text_config(decoder=True), "num_hidden_layers", None),
+            "notes": list(source.notes),
+        },
+        "pipeline": to_text(passes),
+        "batch": batch,
+        "seq": seq,
+        "train": train,
+        "passes": [_pass_row(r, parts, made) for r in records],
+        "sites": [
+            {"pass": r.name, "module": f.module, "count": len(f.items), "rule": f.first.rule, "note": f.first.note}
+            for r in records
+            for f in fold(r.sites, _module, _rule, lambda s: s.note)
+        ],
+        "refusals": [
+            {"pass": r.name, "module": f.module, "count": len(f.items), "rule": f.first.rule,
+             "reason": f.first.reason, "remedy": f.first.remedy}
+            for r in records
+            for f in fold(r.refusals, _module, _rule, lambda s: s.reason)
+        ],
+        "weights": weights,
+        "cache": {
+            "bytes_per_token": cache,
+            "state_bytes_per_row": state,
+            "bytes_at_seq": {k: batch * (seq * v + state) for k, v in cache.items()},
+        },
+        "phases": {name: data for p in parts for name, data in p["phases"].items()},
+        "errors": [e for p in parts[:1] for e in p["errors"]],
+    }  # fmt: skip
+    if explain:
+        result["all_sites"] = [
+            {"pass": r.name, "module": s.module, "rule": s.rule, "note": s.note} for r in records for s in r.sites
+        ]
+        result["all_refusals"] = [
+            {"pass": r.name, "module": s.module, "rule": s.rule, "reason": s.reason, "remedy": s.remedy}
+            for r in records
+            for s in r.refusals
+        ]
+    return result
+
+
+def _module(item: Site | Refusal) -> str:
+    return item.module
+
+
+def _rule(item: Site | Refusal) -> str:
+    return item.rule
+
+
+def _run(
+    model: torch.nn.Module, traced: Traced, passes: tuple[Pass, ...], step: Callable[[str], None]
+) -> dict[str, Any]:
+    """One traced graph before and after the pipeline."""
+    graph = traced.graph
+    cached, per_token = is_cached(graph), cache_bytes_per_token(graph)
+    values = {phase: values_of(graph, phase) for phase in traced.phases}
+    phases: dict[str, Any] = {}
+    step("counting what the model costs")
+    costs = cost_by_kind(graph, backward=traced.phases[0].name == "train")
+    for phase in traced.phases:
+        phases[phase.name] = {
+            "tokens": phase.tokens, "past": phase.past, "before": _figures(graph, costs, phase, values[phase])
+        }  # fmt: skip
+    hooks = Hooks(before=lambda index, current, graph, record: step(current.name))
+    program = run(graph, passes, Context(own_parameters=True, meta=True), strict=False, hooks=hooks)
+    finished = {phase: _form(program, values[phase]) for phase in traced.phases}
+    counted: dict[int, dict[str, Kind]] = {}
+    for phase, end in finished.items():
+        assert end.graph is not None
+        if id(end) not in counted:
+            step(f"counting what {phase.name} costs")
+            counted[id(end)] = cost_by_kind(end.graph, backward=phase.name == "train")
+        phases[phase.name]["after"] = _figures(end.graph, counted[id(end)], phase, values[phase])
+        phases[phase.name]["forms"] = {
+            r.name: _taken(r, values[phase]) for r in end.records if r.choice is not None and r.sites
+        }
+    last = list(finished.values())[-1]
+    assert last.graph is not None
+    errors = [
+        {"pass": r.name, "message": no_site_text(p, r), "remedy": first_remedy(r)}
+        for p, r in zip(passes, last.records, strict=True)
+        if not r.sites and not p.may_be_empty and not (p.phases == "cached" and not cached)
+    ]
+    return {
+        "program": program, "records": last.records, "phases": phases, "errors": errors,
+        "cache": (per_token, cache_bytes_per_token(last.graph)),
+    }  # fmt: skip
+
+
+def _form(program: Program, values: Values) -> Program:
+    """The form that a program takes for given sizes."""
+    while program.choice is not None:
+        make = program.yes if bool(program.choice.condition.subs(dict(values))) else program.no
+        assert make is not None
+        program = make()
+    return program
+
+
+def _taken(record: PassRecord, values: Values) -> str:
+    assert record.choice is not None
+    return record.choice.yes if bool(record.choice.condition.subs(dict(values))) else record.choice.no
+
+
+def _figures(graph: Graph, kinds: dict[str, Kind], phase: Phase, values: Values) -> dict[str, Any]:
+    """Costs of one phase: operations, bytes moved by what is counted, memory of activations."""
+    rows = {
+        name: {
+            "nodes": k.nodes,
+            "flops": k.flops.at(values),
+            "read": k.read.at(values),
+            "written": k.written.at(values),
+        }
+        for name, k in kinds.items()
+    }
+    activations = saved_bytes(graph, values) if phase.name == "train" else peak_bytes(graph, values)
+    return {
+        "flops": sum(r["flops"] for r in rows.values()),
+        "activation_bytes": activations,
+        "nodes": len(graph.nodes),
+        "kinds": rows,
+    }
+
+
+def _merged(lists: list[list[PassRecord]]) -> list[PassRecord]:
+    """Records of several graphs as one: a place that one graph lacks is taken from another."""
+    merged = []
+    for records in zip(*lists, strict=True):
+        first = PassRecord(
+            **{**records[0].__dict__, "sites": list(records[0].sites), "refusals": list(records[0].refusals)}
+        )
+        for other in records[1:]:
+            known = {s.module for s in first.sites} | {r.module for r in first.refusals}
+            first.sites += [s for s in other.sites if s.module not in known]
+            first.refusals += [r for r in other.refusals if r.module not in known]
+            first.choice = first.choice or other.choice
+        merged.append(first)
+    return merged
+
+
+def _pass_row(record: PassRecord, parts: list[dict[str, Any]], made: dict[str, int]) -> dict[str, Any]:
+    forms = {
+        name: phase["forms"][record.name]
+        for p in parts
+        for name, phase in p["phases"].items()
+        if record.name in phase["forms"]
+    }
+    return {
+        "pass": record.text,
+        "name": record.name,
+        "tier": record.tier,
+        "sites": len(record.sites),
+        "refusals": len(record.refusals),
+        "nodes": record.nodes_after - record.nodes_before,
+        "new_weight_bytes": made.get(record.name, 0),
+        "rule": record.choice.rule if record.choice is not None else None,
+        "forms": forms,
+    }
+
+
+def _weights(model: torch.nn.Module, program: Program, text: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of the model's weights before and after, and of what each pass makes."""
+    decided = plan_of(program, text)
+    forms = [program] if program.choice is None else [program.forced(True), program.forced(False)]
+    values = {a.path: f.graph.weights[a.placeholder].value for f in forms if f.graph is not None for a in f.graph.added}
+    by_pass: Counter[str] = Counter()
+    for recipe in decided.recipes:
+        by_pass[recipe.maker] += sum(bytes_of(values[t]) for t in recipe.targets)
+    before = sum(bytes_of(t) for t in (*model.parameters(), *model.buffers()))
+    made, released = by_pass.total(), sum(bytes_of(get(model, path)) for path in decided.released)
+    return {"before": before, "after": before + made - released, "made": made, "released": released}, dict(by_pass)

@@ -1,0 +1,148 @@
+"""A plan for people: tables of the dict that :func:`latentscan.tools.plan.plan` returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+
+def bytes_text(count: int) -> str:
+    """Bytes in binary units: ``1.50 GiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def flops_text(count: int) -> str:
+    """Operations in decimal units: ``1.50 TFLOP``."""
+    size = float(count)
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}FLOP"
+        size /= 1000
+    return f"{size:.3g} EFLOP"
+
+
+def show(data: dict[str, Any], console: Console, *, explain: bool = False) -> None:
+    """Print a plan."""
+    model = data["model"]
+    what = "one training step of" if data["train"] else "a prompt of"
+    console.print(
+        f"[bold]{escape(model['name'])}[/bold]: {model['class']}, {model['layers']} layers, "
+        f"{model['parameters']:,} parameters, {model['dtype']}; "
+        f"{what} {data['batch']} x {data['seq']} tokens",
+        highlight=False,
+    )
+    for note in model["notes"]:
+        console.print(f"note: {note}", markup=False)
+    if data["passes"]:
+        console.print(_passes(data))
+    for row in data["passes"]:
+        if row["rule"]:
+            forms = ", ".join(f"{phase}: {form}" for phase, form in row["forms"].items())
+            console.print(Text.assemble((row["name"], "bold"), f": {row['rule']}\n  -> {forms}"))
+    _sites(data, console, explain)
+    console.print(_costs(data))
+    if explain:
+        for name, phase in data["phases"].items():
+            console.print(_kinds(name, phase))
+    growth = data["weights"]["after"] - data["weights"]["before"]
+    if growth > 0:
+        console.print(
+            f"weights grow by {bytes_text(growth)} ({growth / data['weights']['before']:.1%})",
+            style="yellow",
+            highlight=False,
+        )
+    for error in data["errors"]:
+        console.print(
+            f"{error['pass']}: {error['message']}. {error['remedy']}", style="red", markup=False, highlight=False
+        )
+
+
+def _passes(data: dict[str, Any]) -> Table:
+    table = Table(title="passes")
+    table.add_column("pass", overflow="fold")
+    table.add_column("tier")
+    for name in ("sites", "refusals", "nodes", "new weights"):
+        table.add_column(name, justify="right")
+    for row in data["passes"]:
+        new = bytes_text(row["new_weight_bytes"]) if row["new_weight_bytes"] else "-"
+        table.add_row(
+            escape(row["pass"]), row["tier"], str(row["sites"]), str(row["refusals"]), f"{row['nodes']:+d}", new
+        )
+    return table
+
+
+def _sites(data: dict[str, Any], console: Console, explain: bool) -> None:
+    for title, key, columns in (
+        ("sites", "sites", ("pass", "module", "rule", "note")),
+        ("refusals", "refusals", ("pass", "module", "rule", "reason", "remedy")),
+    ):
+        rows = data.get(f"all_{key}") if explain else data[key]
+        if not rows:
+            continue
+        table = Table(title=title)
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*(escape(str(row[c])) for c in columns))
+        console.print(table)
+
+
+def _costs(data: dict[str, Any]) -> Group:
+    table = Table(title="cost")
+    table.add_column("")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right")
+
+    def row(name: str, before: int, after: int, text: Any) -> None:
+        change = "-" if before == after else (f"{(after - before) / before:+.1%}" if before else "new")
+        table.add_row(name, text(before), text(after), change)
+
+    row("weights", data["weights"]["before"], data["weights"]["after"], bytes_text)
+    cache = data["cache"]
+    if not data["train"]:
+        per = cache["bytes_per_token"]
+        row("KV cache a token", per["before"], per["after"], bytes_text)
+        if cache["state_bytes_per_row"]:
+            row("recurrent state a row", cache["state_bytes_per_row"], cache["state_bytes_per_row"], bytes_text)
+        at = cache["bytes_at_seq"]
+        row(f"cache at {data['batch']} x {data['seq']}", at["before"], at["after"], bytes_text)
+    for name, phase in data["phases"].items():
+        before, after = phase["before"], phase["after"]
+        step = f"{name}, {phase['tokens']} tokens" + (f" after {phase['past']}" if phase["past"] else "")
+        row(f"{step}: operations", before["flops"], after["flops"], flops_text)
+        kind = "saved, at most" if name == "train" else "at once, at most"
+        row(f"{step}: activations {kind}", before["activation_bytes"], after["activation_bytes"], bytes_text)
+    note = Text(
+        "Operations: products, convolutions, scans, attention. Activations: as the graph stands, before any fusion.",
+        style="dim",
+    )
+    return Group(table, note)
+
+
+def _kinds(name: str, phase: dict[str, Any]) -> Table:
+    table = Table(title=f"{name} by kind of node")
+    table.add_column("kind")
+    for column in ("nodes", "operations before", "nodes after", "operations after", "bytes read after"):
+        table.add_column(column, justify="right")
+    before, after = phase["before"]["kinds"], phase["after"]["kinds"]
+    empty = {"nodes": 0, "flops": 0, "read": 0}
+    for kind in dict.fromkeys([*before, *after]):
+        a, b = before.get(kind, empty), after.get(kind, empty)
+        table.add_row(
+            kind,
+            str(a["nodes"]),
+            flops_text(a["flops"]),
+            str(b["nodes"]),
+            flops_text(b["flops"]),
+            bytes_text(b["read"]),
+        )
+    return table
