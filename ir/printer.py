@@ -177,6 +177,12 @@ class Printer:
         inside = ""
         taken: dict[fx.Node, str] = {}
 
+        def alias(node: fx.Node, origin: str) -> str:
+            if node not in taken:
+                taken[node] = f"in{len(taken)}"
+                unit.takes.append(origin)
+            return taken[node]
+
         def name(node: fx.Node) -> str:
             value = node.meta.get(VALUE)
             if not _is_value(node):
@@ -185,17 +191,17 @@ class Printer:
                 path = graph.weights[node.name].path
                 return path.removeprefix(unit.path) if unit.family and path.startswith(unit.path + ".") else path
             if node.op == "placeholder":
-                return _numbered(_input_name(node), unit)
+                shown = _numbered(_input_name(node), unit)
+                if "{i}" in shown or unit.family is None or not _only_for(node, unit, owners):
+                    return shown
+                return alias(node, f"{shown} of the inputs")
             owner = owners.get(node)
             if owner is None or owner.path == unit.path or (owner.family is None and unit.family is None):
                 return self._global_name(node, owner)
             if unit.family is not None and (owner.family is not None or _only_for(node, unit, owners)):
-                if node not in taken:
-                    taken[node] = f"in{len(taken)}"
-                    before = owner.family == unit.family and owner.number == unit.number - 1  # type: ignore[operator]
-                    whose = _BEFORE if before else owner.path or "the model itself"
-                    unit.takes.append(f"{self._global_name(node, owner)} of {whose}")
-                return taken[node]
+                before = owner.family == unit.family and owner.number == unit.number - 1  # type: ignore[operator]
+                whose = _BEFORE if before else owner.path or "the model itself"
+                return alias(node, f"{self._global_name(node, owner)} of {whose}")
             where = f"{owner.path}: " if owner.family is not None else ""
             return f"{where}{self._global_name(node, owner)}"
 
@@ -238,7 +244,8 @@ class Printer:
                 return name(value)
             if isinstance(value, (tuple, list)):
                 inner = ", ".join(map(show, value))
-                return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+                comma = "," if len(value) == 1 else ""
+                return f"({inner}{comma})" if isinstance(value, tuple) else f"[{inner}]"
             if isinstance(value, slice):
                 ends = ["" if v is None else show(v) for v in (value.start, value.stop)]
                 return ":".join(ends) + ("" if value.step is None else f":{show(value.step)}")
@@ -317,7 +324,13 @@ def _only_for(node: fx.Node, unit: Unit, owners: dict[fx.Node, Unit]) -> bool:
 
 
 def _input_name(node: fx.Node) -> str:
-    return normal_path(source_name(node)) or str(node.name)
+    source = source_name(node)
+    whole = re.fullmatch(
+        r"""L\[['"](\w+)['"]\](?:\[(\d+)\])?""", source
+    )  # an argument itself: nothing follows its name
+    if whole is not None:
+        return ".".join(part for part in whole.groups() if part)
+    return normal_path(source) or str(node.name)
 
 
 def _numbered(name: str, unit: Unit) -> str:

@@ -101,6 +101,7 @@ class Dump:
             path = check_folder(path / f"rank-{self.rank}")
         self.path, self.pipeline = path, pipeline
         self.passes: list[dict[str, Any]] = []
+        self.stopped = ""
         self._printer = Printer()
         self._aside = path.with_name(f".{path.name}.{os.getpid()}.new")
         shutil.rmtree(self._aside, ignore_errors=True)
@@ -167,11 +168,21 @@ class Dump:
             "pipeline": self.pipeline,
             "rank": self.rank,
             "ranks": self.ranks,
+            "stopped": self.stopped,
             "passes": [{k: v for k, v in e.items() if k not in ("values", "gradients")} for e in self.passes],
         }
 
-    def close(self) -> None:
-        """Finish the folder and put it in its place; what latentscan dumped there before is replaced."""
+    def close(self, stopped: str = "") -> None:
+        """Finish the folder and put it in its place; what latentscan dumped there before is replaced.
+
+        Args:
+            stopped: the error that ended the run. If it came before the first pass, there is nothing to see: what was
+                there before stays.
+        """
+        self.stopped = stopped
+        if stopped and not self.passes:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            return
         self._text("", "index.md", _index_page(self.index()))
         self._json("", MARKER, self.index())
         try:
@@ -295,6 +306,8 @@ def _index_page(index: dict[str, Any]) -> str:
             "" if e["tolerance"] is None else f"{e['tolerance']:.1e}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    if index["stopped"]:
+        lines += ["", f"**Stopped**: {index['stopped']}"]
     rules = [f"- {e['pass']}: {e['rule']}" for e in index["passes"] if e["rule"]]
     if rules:
         lines += ["", "Rules that choose a form at every call:", "", *rules]

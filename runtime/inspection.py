@@ -44,7 +44,8 @@ def inspection(
         context: what the passes are given.
 
     Raises:
-        NumericsError: names the pass and the first module that diverges. A dump is still written, up to that pass.
+        NumericsError: names the pass and the first module that diverges. A dump is still written, up to the pass that
+        failed, whatever the error.
         PipelineError: ``check`` names a pass that is not in the pipeline.
         CheckpointError: the dump's folder exists and is not ours.
     """
@@ -60,9 +61,12 @@ def inspection(
         yield inspector.hooks
         if probe is not None and _wants_gradients(model, options.check):
             check_gradients(model, passes, context, tolerances, dump)
-    finally:
+    except BaseException as error:
         if dump is not None:
-            dump.close()
+            dump.close(stopped=str(error) or type(error).__name__)
+        raise
+    if dump is not None:
+        dump.close()
 
 
 def _wants_gradients(model: torch.nn.Module, check: Any) -> bool:
