@@ -19,7 +19,11 @@ VALUE = "example_value"  # Dynamo's key for a node's fake value
 PRODUCED_BY = "latentscan_pass"  # node.meta: name of the pass that made the node
 REGION = "latentscan_recompute"  # node.meta: id of the gradient-checkpointing region that the node belongs to
 
-_IMPURE_FUNCTIONS = {operator.setitem, operator.iadd, operator.imul, torch._assert, torch._assert_async}
+_IMPURE_FUNCTIONS = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+    torch._assert, torch._assert_async,
+}  # fmt: skip
 _RANDOM = {"dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "randint", "normal"}
 
 
@@ -174,10 +178,15 @@ class Graph:
 
         args = fx.map_arg(node.args, get)
         kwargs = fx.map_arg(node.kwargs, get)
-        with self.fake_mode, torch.no_grad():
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+        mode = self.fake_mode
+        allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # on meta, x[[2, 0]] makes a plain index
+        try:
+            with mode, torch.no_grad():
+                if node.op == "call_method":
+                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+        finally:
+            mode.allow_non_fake_inputs = allowed
 
     def add_weights(self, recipe: Recipe, values: Sequence[torch.Tensor]) -> list[fx.Node]:
         """Append one placeholder for each target of ``recipe``.
@@ -279,4 +288,6 @@ def is_impure(node: fx.Node) -> bool:
         return node.target._schema.is_mutable or node.target._opname.startswith("cache_append")
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
-    return node.kwargs.get("out") is not None or getattr(node.target, "__name__", "x_").endswith("_")
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+        return True
+    return getattr(node.target, "__name__", "x_").endswith("_")

@@ -107,6 +107,8 @@ class Source:
                 f"{len(missing)} weights are missing, {missing[0]} first", where=self.text,
                 remedy="check that the directory is complete",
             )  # fmt: skip
+        if self.gguf and getattr(model, "hf_quantizer", None) is not None:  # the weights are plain by now
+            model.hf_quantizer.remove_quantization_config(model)
         check_model(model)
         choose_experts(model)
         return model.eval()

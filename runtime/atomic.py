@@ -1,0 +1,128 @@
+"""A directory that appears complete or not at all, whatever kills the process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from latentscan.ir.errors import CheckpointError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_TAG = "latentscan-aside"
+
+
+@contextlib.contextmanager
+def replaced_directory(target: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
+    """Yields an empty directory beside ``target`` that takes its place at the end; on an error it is removed.
+
+    Files of an existing ``target`` whose names ``keep`` accepts move along (as hard links, so that a file that somebody
+    appends to stays the same file). The exchange is one system call where the file system knows it; elsewhere two
+    renames, between which the old directory lies beside under the name ``.NAME.latentscan-aside-...-old``.
+
+    Raises:
+        CheckpointError: ``target`` is a file, or the file system refuses.
+    """
+    target = target.resolve()
+    if target.exists() and not target.is_dir():
+        raise CheckpointError("is a file", where=str(target), remedy="give a directory")
+    aside = target.parent / f".{target.name}.{_TAG}-{socket.gethostname()}-{os.getpid()}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(target)
+        aside.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be written: {error}", where=str(target), remedy="choose another place"
+        ) from error
+    try:
+        yield aside
+        try:
+            if target.is_dir():
+                _take_along(target, aside, keep)
+            _to_disk(aside)
+            _move(aside, target)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot be written: {error}", where=str(target), remedy="choose another place"
+            ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # after an exchange: the old one
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes of this machine left beside ``target``."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.{_TAG}-{re.escape(socket.gethostname())}-(\d+)")
+    for path in target.parent.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match and not _alive(int(match.group(1))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    if process == os.getpid():
+        return False  # ours, from an earlier save that could not clean up
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _take_along(target: Path, aside: Path, keep: Callable[[str], bool]) -> None:
+    """Link what ``target`` holds beside our files; what was written anew wins."""
+    for path in target.iterdir():
+        new = aside / path.name
+        if new.exists() or not keep(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new, symlinks=True, copy_function=_link)
+        else:
+            _link(str(path), str(new))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _to_disk(folder: Path) -> None:
+    """Let the disk hold all of a directory before its name says so."""
+    for path in (*(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()), folder):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EROFS):
+                raise
+        finally:
+            os.close(handle)
+
+
+def _move(aside: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(aside, target)
+    elif not exchange(aside, target):
+        old = aside.with_name(aside.name + "-old")
+        os.rename(target, old)
+        os.rename(aside, target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Let two paths change places in one step. False if this system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0

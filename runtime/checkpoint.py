@@ -1,0 +1,359 @@
+"""Wrapped models on disk: Hugging Face's files, and ``latentscan.json`` that says how they were rewritten.
+
+Where every rewrite has an inverse the weights are saved under their original names, so that plain transformers reads
+the directory too; ``load`` then rewrites them again. Other new weights are saved under their own names and read as
+they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latentscan import __version__
+from latentscan.ir.errors import CheckpointError, LatentscanError
+from latentscan.ir.frontends import register_all
+from latentscan.ir.weights import Recipe
+from latentscan.passes.base import Context
+from latentscan.passes.pipeline import Program, parse, run, to_text
+from latentscan.runtime.atomic import replaced_directory
+from latentscan.runtime.door import install
+from latentscan.runtime.options import Options
+from latentscan.runtime.own import make_parameters, place, release, tombstone
+from latentscan.runtime.plan import ModelPlan
+from latentscan.runtime.session import Session
+from latentscan.runtime.source import MARKER, one_line, quiet
+from latentscan.runtime.tiny import choose_experts
+from latentscan.runtime.wrap import plan_of, planning_graph
+
+FORMAT = 1  # of latentscan.json; raised when an older latentscan could not read it
+_OURS = re.compile(r"(model.*\.safetensors(\.index\.json)?|latentscan\.json)")
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def save(session: Session, directory: Any, *args: Any, **kwargs: Any) -> None:
+    """``model.save_pretrained(directory, ...)`` of a wrapped model, with Hugging Face's arguments.
+
+    The directory appears complete or not at all; a directory of an earlier save is replaced, and other files in it
+    stay.
+
+    Raises:
+        CheckpointError: the directory holds a model that latentscan did not save, or cannot be written.
+    """
+    write(session, directory, None, *args, **kwargs)
+
+
+def write(session: Session, directory: Any, extra: Callable[[Path], None] | None, *args: Any, **kwargs: Any) -> None:
+    """:func:`save`, with a function that may put more files into the directory before it appears."""
+    model = session.model
+    theirs = type(model).save_pretrained
+    given = inspect.signature(theirs).bind(model, directory, *args, **kwargs).arguments
+    if not given.get("is_main_process", True):
+        return
+    if given.get("push_to_hub"):
+        raise CheckpointError(
+            "push_to_hub is not served", where=str(directory), remedy="save, then upload the directory"
+        )
+    target = check_target(directory)
+    with replaced_directory(target, lambda name: _OURS.fullmatch(name) is None) as aside:
+        try:
+            with quiet():
+                theirs(model, str(aside), *args, **kwargs)
+            if extra is not None:
+                extra(aside)
+            text = json.dumps(_description(session, aside), indent=2, sort_keys=True)
+            (aside / MARKER).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot be written: {error}", where=str(target), remedy="choose another place"
+            ) from error
+
+
+def check_target(directory: Any) -> Path:
+    """Where a model may be saved.
+
+    Raises:
+        CheckpointError: a file, or a directory that holds a model which latentscan did not save.
+    """
+    target = Path(directory)
+    if target.exists() and not target.is_dir():
+        raise CheckpointError("is a file", where=str(target), remedy="give a directory")
+    if target.is_dir() and not (target / MARKER).is_file():
+        if foreign := sorted(p.name for p in target.iterdir() if p.name == "config.json" or _OURS.fullmatch(p.name)):
+            raise CheckpointError(
+                f"holds a model that latentscan did not save ({foreign[0]}), and would be overwritten",
+                where=str(target),
+                remedy="give another directory",
+            )
+    return target
+
+
+def _description(session: Session, folder: Path) -> dict[str, Any]:
+    import transformers
+
+    return {
+        "format": FORMAT,
+        "latentscan": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "class": type(session.model).__name__,
+        "plan": session.plan.to_json(),
+        "reads_as_plain_model": all(r.inverse is not None for r in session.plan.recipes),
+    }
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load(directory: Any, *, target: str = "auto", inductor: Any = "auto") -> torch.nn.Module:
+    """A wrapped model from a directory that a wrapped model's ``save_pretrained`` (or ``convert``) wrote.
+
+    Weights are read once, straight to their places; what the directory holds in rewritten form is not made again.
+
+    Args:
+        target, inductor: as in :func:`latentscan.wrap`.
+
+    Returns:
+        the wrapped model in evaluation mode, in the dtype that it was saved in.
+
+    Raises:
+        CheckpointError: the directory is missing, incomplete, damaged, of a newer latentscan, or does not fit the plan
+        that this version makes for the model.
+    """
+    folder = Path(directory)
+    told = read_description(folder)
+    stored = tensors_in(folder)
+    options = Options.of({"pipeline": told["plan"]["pipeline"], "target": target, "inductor": inductor})
+    kind, config = _kind_and_config(folder, told)
+    plan, values = _plan_again(folder, told, kind, config, options)
+    kept = tuple(r for r in plan.recipes if all(t in stored for t in r.targets))
+    again = tuple(r for r in plan.recipes if r not in kept)
+    for recipe in again:
+        if recipe.inverse is None:
+            gone = sorted(t for t in recipe.targets if t not in stored)
+            raise CheckpointError(f"lacks the weight {gone[0]}", where=str(folder), remedy="convert the model again")
+    model = _read(folder, kind, config, kept, plan, values)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if stored.get(name, tensor.dtype) != tensor.dtype:  # the library keeps some in fp32 whatever was saved
+            tensor.data = tensor.data.to(stored[name])
+    for recipe in again:  # one after the other, so that no more than one layer is held twice
+        make_parameters(model, [recipe])
+        release(model, [s for s in recipe.sources if s in plan.released])
+    choose_experts(model)
+    install(model, Session(model, parse(options.pipeline), plan, options))
+    return model.eval()
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """What ``latentscan.json`` says. Raises CheckpointError."""
+    path = folder / MARKER
+    if not folder.is_dir():
+        raise CheckpointError("there is no such directory", where=str(folder), remedy="give what save_pretrained wrote")
+    if not path.is_file():
+        raise CheckpointError(
+            f"holds no {MARKER}: no wrapped model was saved here", where=str(folder),
+            remedy="read it with transformers, then wrap it",
+        )  # fmt: skip
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        version = told["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot be read: {one_line(error)}", where=str(path), remedy="convert the model again"
+        ) from None
+    if not isinstance(version, int) or version > FORMAT:
+        raise CheckpointError(
+            f"has format {version}, this latentscan ({__version__}) reads up to {FORMAT}", where=str(path),
+            remedy=f"install latentscan {told.get('latentscan', '')} or newer",
+        )  # fmt: skip
+    try:
+        _facts(told["plan"]), str(told["plan"]["pipeline"]), str(told["class"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"is incomplete: {type(error).__name__}: {error}", where=str(path), remedy="convert the model again"
+        ) from None
+    return told
+
+
+def tensors_in(folder: Path) -> dict[str, torch.dtype]:
+    """The names of the tensors in a directory's safetensors files, and their types. Reads headers only.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or not of this format.
+    """
+    files = [folder / _SINGLE]
+    if (index := folder / _INDEX).is_file():
+        try:
+            files = [
+                folder / name
+                for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            ]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"cannot be read: {one_line(error)}", where=str(index), remedy="copy the directory again"
+            ) from None
+    return {name: dtype for path in files for name, dtype in _header(path).items()}
+
+
+def _header(path: Path) -> dict[str, torch.dtype]:
+    """The tensors of one safetensors file: 8 bytes of length, that many bytes of JSON, then the data."""
+    if not path.is_file():
+        raise CheckpointError("is missing", where=str(path), remedy="copy the directory again")
+    try:
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            head = file.read(min(length, 1 << 28))
+        parts = json.loads(head)
+        parts.pop("__metadata__", None)
+        end = 8 + length + max((part["data_offsets"][1] for part in parts.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(
+            f"is damaged: {one_line(error)}", where=str(path), remedy="copy the directory again"
+        ) from None
+    if (size := path.stat().st_size) != end:
+        raise CheckpointError(f"has {size} bytes instead of {end}", where=str(path), remedy="copy the directory again")
+    return {name: _DTYPES[part["dtype"]] for name, part in parts.items() if part["dtype"] in _DTYPES}
+
+
+def _kind_and_config(folder: Path, told: dict[str, Any]) -> tuple[Any, Any]:
+    import transformers
+
+    kind = getattr(transformers, told["class"], None)
+    if kind is None:
+        raise CheckpointError(
+            f"transformers {transformers.__version__} has no {told['class']}", where=str(folder),
+            remedy=f"install transformers {told.get('transformers', '')}",
+        )  # fmt: skip
+    try:
+        with quiet():
+            return kind, kind.config_class.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # noqa: BLE001  json, validation and library errors of many types
+        raise CheckpointError(
+            f"cannot be read: {one_line(error)}", where=str(folder / "config.json"), remedy="copy the directory again"
+        ) from None
+
+
+def _facts(plan: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(site["pass"], site["module"]): dict(site["facts"]) for site in plan["sites"]}
+
+
+def _plan_again(
+    folder: Path, told: dict[str, Any], kind: Any, config: Any, options: Options
+) -> tuple[ModelPlan, dict[str, torch.Tensor]]:
+    """The plan, made on the meta device with the stored decisions, and the fake values of the new weights."""
+    register_all()
+    passes = parse(options.pipeline)
+    try:
+        with quiet(), torch.device("meta"):
+            skeleton = kind._from_config(config).eval()
+        choose_experts(skeleton)
+        context = Context(facts=_facts(told["plan"]), own_parameters=True, meta=True)
+        program = run(planning_graph(skeleton), passes, context)
+        plan = plan_of(program, to_text(passes))
+    except CheckpointError:
+        raise
+    except LatentscanError as error:
+        raise CheckpointError(
+            f"this version cannot make the stored plan: {error}",
+            where=str(folder / MARKER),
+            remedy="convert the model again",
+        ) from error
+    have = json.loads(json.dumps(plan.to_json()))
+    if have != told["plan"]:
+        raise CheckpointError(
+            f"the stored plan is not the one made now: {_difference(told['plan'], have)}", where=str(folder / MARKER),
+            remedy=f"convert the model again, or read it with latentscan {told.get('latentscan', '')} and "
+            f"transformers {told.get('transformers', '')}",
+        )  # fmt: skip
+    return plan, _new_values(program)
+
+
+def _new_values(program: Program) -> dict[str, torch.Tensor]:
+    forms = [program] if program.choice is None else [program.forced(True), program.forced(False)]
+    return {a.path: f.graph.weights[a.placeholder].value for f in forms if f.graph is not None for a in f.graph.added}
+
+
+def _difference(stored: Any, made: Any, where: str = "plan") -> str:
+    """The first place where two plain values differ."""
+    if isinstance(stored, dict) and isinstance(made, dict):
+        for key in sorted({*stored, *made}):
+            if stored.get(key) != made.get(key):
+                return _difference(stored.get(key), made.get(key), f"{where}.{key}")
+    if isinstance(stored, list) and isinstance(made, list):
+        for index, (a, b) in enumerate(zip(stored, made, strict=False)):
+            if a != b:
+                return _difference(a, b, f"{where}[{index}]")
+        return f"{where} has {len(stored)} entries, now {len(made)}"
+    return f"{where} is {json.dumps(stored)[:120]}, now {json.dumps(made)[:120]}"
+
+
+def _read(
+    folder: Path, kind: Any, config: Any, kept: tuple[Recipe, ...], plan: ModelPlan, values: dict[str, torch.Tensor]
+) -> torch.nn.Module:
+    """The Hugging Face model with the weights of ``kept`` in place of their sources.
+
+    Its own ``from_pretrained`` reads the files, into a class whose models are born on the meta device in their
+    rewritten form.
+    """
+    gone = {s for r in kept for s in r.sources if s in plan.released}
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        for recipe in kept:
+            for path in recipe.targets:
+                module, name = place(self, path)
+                like = values[path]
+                made = torch.empty(tuple(like.shape), dtype=torch.get_default_dtype(), device="meta")
+                module.register_parameter(name, torch.nn.Parameter(made))
+        for path in gone:
+            module, name = place(self, path)
+            shapes[path] = tuple(module._parameters.pop(name).shape)
+            module._is_hf_initialized = True  # nothing is left in it to initialise
+
+    born = type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
+    try:
+        with quiet():
+            model, info = born.from_pretrained(  # type: ignore[attr-defined]
+                str(folder), config=config, dtype="auto", local_files_only=True, output_loading_info=True
+            )
+    except Exception as error:
+        raise CheckpointError(
+            f"the weights cannot be read: {type(error).__name__}: {one_line(error)}", where=str(folder),
+            remedy="copy the directory again",
+        ) from error  # fmt: skip
+    for problem, what in (
+        ("missing_keys", "lacks"),
+        ("unexpected_keys", "holds unknown"),
+        ("mismatched_keys", "has odd shapes in"),
+    ):
+        if info[problem]:
+            found = sorted(map(str, info[problem]))
+            raise CheckpointError(
+                f"{what} {len(found)} weights, {found[0]} first", where=str(folder), remedy="convert the model again"
+            )
+    model.__class__ = kind
+    for path, shape in shapes.items():
+        module, name = place(model, path)
+        like = next(r for r in kept if path in r.sources).targets[0]
+        other, target = place(model, like)
+        new = getattr(other, target)
+        module.register_buffer(name, tombstone(shape, new.dtype, new.device), persistent=False)
+    return model
+
+
+__all__ = ["FORMAT", "check_target", "load", "read_description", "save", "tensors_in", "write"]
