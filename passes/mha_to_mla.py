@@ -77,6 +77,8 @@ class MhaToMla(Pass):
             raise PipelineError(f"pass {self.name}: method=pca needs rank", remedy="give rank=..., the latent's width d_c")
         if self.rank is None and self.rope_dim is not None:
             raise PipelineError(f"pass {self.name}: rope_dim without rank", remedy="give rank=... as well")
+        if not self.balance and not self.wants_statistics:
+            raise PipelineError(f"pass {self.name}: balance without rank", remedy="give rank=... as well")
         for option in ("rank", "rope_dim"):
             value = getattr(self, option)
             if value is not None and value < 1:

@@ -52,7 +52,7 @@ def parse(text: str) -> tuple[Pass, ...]:
         PipelineError: bad syntax, an unknown pass or option, a value of the wrong type, or a wrong order.
     """
     passes = []
-    position = 0
+    position = 0 if text.strip() else len(text)
     while position < len(text):
         match = _ITEM.match(text, position)
         if match is None:
