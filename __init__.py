@@ -1,5 +1,48 @@
-"""latentscan: checked graph transformations for long-sequence models."""
+"""latentscan: checked graph transformations for long-sequence models.
+
+``wrap`` rewrites and compiles a Hugging Face model, ``torch.compile(model, backend="latentscan")`` is the plain door,
+and the ``latentscan`` command plans, dumps and converts. Nothing heavy is imported before it is used.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "wrap": "latentscan.runtime.wrap",
+    "unwrap": "latentscan.runtime.wrap",
+    "refresh": "latentscan.runtime.wrap",
+    "load": "latentscan.runtime.checkpoint",
+    "GraphCache": "latentscan.runtime.cache",
+    "attention": "latentscan.ir.ops.functional",
+    "latent_attention": "latentscan.ir.ops.functional",
+    "chunk_scan": "latentscan.ir.ops.functional",
+    "causal_conv1d": "latentscan.ir.ops.functional",
+    "state_update": "latentscan.ir.ops.functional",
+    "gated_rms_norm": "latentscan.ir.ops.functional",
+    "LatentscanError": "latentscan.ir.errors",
+    "CaptureError": "latentscan.ir.errors",
+    "PipelineError": "latentscan.ir.errors",
+    "RefusedError": "latentscan.ir.errors",
+    "VerifyError": "latentscan.ir.errors",
+    "NumericsError": "latentscan.ir.errors",
+    "MeshError": "latentscan.ir.errors",
+    "CacheError": "latentscan.ir.errors",
+    "KernelError": "latentscan.ir.errors",
+    "CheckpointError": "latentscan.ir.errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'latentscan' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
