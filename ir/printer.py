@@ -1,9 +1,9 @@
 """The text form of a graph, and the difference between two.
 
 One line a value, grouped by module; weights by their paths; sizes as s0, s1, ... in the order in which they appear.
-Layers that are the same but for their number are shown once. Names are Dynamo's without their running numbers, counted
-anew in each layer, so that equal layers have equal texts. A :class:`Printer` remembers the names that it gave: what a
-pass left alone keeps its name in the text after the pass.
+Layers that are the same but for their number (and long lists of indices) are shown once. Names are Dynamo's without
+their running numbers, counted anew in each layer, so that equal layers have equal texts. A :class:`Printer` remembers
+the names that it gave: what a pass left alone keeps its name in the text after the pass.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _DTYPES = {
 }  # fmt: skip
 _WIDTH = 84  # column of the types
 _BEFORE = "the layer before"
+_INDICES = re.compile(r"\[\d+(?:, \d+){7,}\]")
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=[.:]|$)")
 
 
@@ -80,7 +81,7 @@ class Printer:
     def text(self, graph: Graph) -> str:
         units = self._units(graph)
         parts = ["\n".join(self._head(graph))]
-        for run in _runs(units, lambda a, b: a.body == b.body and _follows(a.takes, b.takes)):
+        for run in _runs(units, lambda a, b: _elided(a.body) == _elided(b.body) and _follows(a.takes, b.takes)):
             parts.append("\n".join([_title(run), *self._takes(run), *run[0].body]))
         parts.append("\n".join(["outputs", *self._outputs(graph, _owners(units))]))
         return "\n\n".join(parts) + "\n"
@@ -378,11 +379,12 @@ def _runs(units: Sequence[Unit], same: Any) -> list[list[Unit]]:
 
 def _same_change(first: Sequence[Unit | None], second: Sequence[Unit | None]) -> bool:
     """Whether two neighbouring layers changed in the same way."""
-    bodies = [None if u is None else u.body for u in (*first, *second)]
+    bodies = [None if u is None else _elided(u.body) for u in (*first, *second)]
+    changed = [p[0] is None or p[1] is None or p[0].body != p[1].body for p in (first, second)]
     a, b = first[1] or first[0], second[1] or second[0]
     assert a is not None and b is not None
     neighbours = a.family is not None and a.family == b.family and b.number == a.number + 1  # type: ignore[operator]
-    return neighbours and bodies[:2] == bodies[2:]
+    return neighbours and bodies[:2] == bodies[2:] and changed[0] == changed[1]
 
 
 def _title(run: Sequence[Unit]) -> str:
@@ -391,7 +393,13 @@ def _title(run: Sequence[Unit]) -> str:
         return first.path or "(the model itself)"
     if len(run) == 1:
         return first.path
-    return f"{first.family}.{first.number}..{run[-1].number} ({len(run)} layers, the same but for their number)"
+    but = "their number" if all(unit.body == first.body for unit in run) else "their number and the lists of indices"
+    return f"{first.family}.{first.number}..{run[-1].number} ({len(run)} layers, the same but for {but})"
+
+
+def _elided(body: list[str]) -> list[str]:
+    """A body without its long lists of indices: each layer keeps features of its own, say."""
+    return [_INDICES.sub(lambda m: f"[{m.group().count(',') + 1} indices]", line) for line in body]
 
 
 def _fold_lines(lines: Sequence[str]) -> list[str]:

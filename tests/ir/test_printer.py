@@ -219,3 +219,27 @@ def test_a_training_graph_and_its_outputs_are_named():
     shown = text(graph)
     assert shown.startswith("graph (training): ")
     assert shown.rstrip().splitlines()[-2:][0] == "outputs"
+
+
+class Picks(nn.Module):
+    """Reads some features of its input, other ones in each layer."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.features = [(i * 3 + number) % 16 for i in range(16)]
+
+    def forward(self, x):
+        return x[..., self.features] * 2
+
+
+def test_layers_that_read_other_features_are_folded_and_the_title_says_so():
+    graph = capture(nn.Sequential(*map(Picks, range(3))), inputs={"input": torch.randn(2, 16)})
+    for number, node in enumerate(n for n in graph.nodes if n.op == "call_function"):
+        path = f"model.layers.{number // 2}"
+        node.meta["nn_module_stack"] = {path: (path, Picks)}
+    shown = text(graph)
+    assert "model.layers.0..2 (3 layers, the same but for their number and the lists of indices)" in shown
+    after = graph.copy()
+    second = [n for n in after.nodes if "getitem" in n.name][1]
+    second.args = (second.args[0], (Ellipsis, list(range(16))))
+    assert re.findall(r"=== (.*)", diff(graph, after)) == ["model.layers.1"]
