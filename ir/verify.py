@@ -30,9 +30,10 @@ def verify(graph: Graph, *, before: Graph | None, name: str) -> None:
     except Exception as error:
         raise VerifyError(f"the graph is malformed: {error}", where=name) from error
     known = {} if before is None else {n.name: n for n in before.graph.nodes}
+    evaluated: dict[Any, Any] = {}
     for node in graph.graph.nodes:
         if node.op in ("call_function", "call_method") and _changed(node, known.get(node.name)):
-            _check_value(graph, node, name)
+            _check_value(graph, node, name, evaluated)
     if before is not None:
         _check_inputs(graph, before, name)
         _check_impure(graph, before, name)
@@ -53,13 +54,31 @@ def _changed(node: fx.Node, old: fx.Node | None) -> bool:
     return old is None or _signature(node) != _signature(old)
 
 
-def _check_value(graph: Graph, node: fx.Node, name: str) -> None:
+def _form(value: Any) -> Any:
+    """All that a value's form depends on: forms of tensors, and constants. Layers repeat, so looking it up often hits."""
+    if isinstance(value, fx.Node):
+        return _form(value.meta.get(VALUE))
+    if isinstance(value, torch.Tensor):
+        sizes = tuple(expression(s) for s in (*value.shape, *value.stride()))
+        return sizes, value.dtype, value.device, value.requires_grad
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(_form(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _form(v)) for k, v in value.items())
+    if isinstance(value, slice):
+        return "slice", _form(value.start), _form(value.stop), _form(value.step)
+    return expression(value) if isinstance(value, torch.SymInt) else (type(value).__name__, repr(value))
+
+
+def _check_value(graph: Graph, node: fx.Node, name: str, evaluated: dict[Any, Any]) -> None:
     if VALUE not in node.meta:
         raise VerifyError(f"{node.name} has no recorded value", where=f"{name} at {module_path(node)}")
     if is_impure(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
         return
+    key = node.op, node.target, _form(node.args), _form(node.kwargs)
     try:
-        want = graph.evaluate(node)
+        want = evaluated[key] if key in evaluated else graph.evaluate(node)
+        evaluated[key] = want
     except Exception as error:
         raise VerifyError(
             f"{node.name} does not run on its recorded inputs: {type(error).__name__}: {error}",
