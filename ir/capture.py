@@ -20,7 +20,7 @@ from torch import fx
 from latentscan.ir.errors import CaptureError
 from latentscan.ir.frontends import register_all
 from latentscan.ir.frontends.base import MARK
-from latentscan.ir.graph import Graph, normal_path
+from latentscan.ir.graph import VALUE, Graph, normal_path
 from latentscan.ir.normalize import normalize
 from latentscan.ir.weights import Weight
 
@@ -57,7 +57,7 @@ def from_dynamo(module: fx.GraphModule, example_inputs: Sequence[Any], *, traini
     for node, value in zip(placeholders, example_inputs, strict=True):
         name = source_name(node)
         if isinstance(value, torch.Tensor) and ("_parameters" in name or "_buffers" in name):
-            weights[node.name] = Weight(normal_path(name), node.name, value)
+            weights[node.name] = Weight(normal_path(name), node.name, value, node.meta.get(VALUE))
     owner = fx.GraphModule(module, copied)
     graph = Graph(owner, weights, training=torch.is_grad_enabled() if training is None else training)
     normalize(graph)
@@ -91,7 +91,7 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Dynamo keeps what it compiled with the code object, and Hugging Face decorates the forward of every model with the
     same few functions: without this, all models of a process, wrapped or not, would count against one recompile limit,
-    and what was compiled would live as long as the process.
+    and what was compiled could not be dropped for one of them (:func:`forget_compiled`).
     """
     if isinstance(function, types.MethodType):
         return types.MethodType(with_own_code(function.__func__), function.__self__)
@@ -103,6 +103,16 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     copy.__dict__.update(function.__dict__)
     copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
     return copy
+
+
+def forget_compiled(function: Callable[..., Any]) -> None:
+    """Drop what Dynamo compiled for a function of :func:`with_own_code`; else it stays until torch._dynamo.reset().
+
+    (Dynamo's table of code objects keeps the code alive through what was compiled from it.)
+    """
+    code = getattr(function, "__code__", None)  # a method has its function's
+    if code is not None:
+        torch._dynamo.eval_frame.reset_code(code)
 
 
 class _Captured(Exception):  # noqa: N818  control flow, not an error
@@ -141,11 +151,12 @@ def capture(
     setattr(backend, MARK, True)
     target = function if function is not None else type(model).forward.__get__(model)
     given = inputs if inputs is not None else default_inputs(model, target)
+    own = with_own_code(target)
     try:
         with trace_settings(), torch.set_grad_enabled(training):
-            torch.compile(with_own_code(target), backend=backend, fullgraph=True, dynamic=True)(**given)
+            torch.compile(own, backend=backend, fullgraph=True, dynamic=True)(**given)
     except _Captured:
-        return seen.pop()  # Dynamo keeps the backend: it must not keep the graph, and so the weights, alive
+        return seen.pop()
     except CaptureError:
         raise
     except Exception as error:  # Dynamo raises many types; all mean the same to a user
@@ -154,6 +165,9 @@ def capture(
             where=type(model).__name__,
             remedy="run the model eagerly on the same inputs first; if that works, report the model class",
         ) from error
+    finally:
+        if own is not target:
+            forget_compiled(own)
     raise CaptureError("the traced call returned without running a graph", where=type(model).__name__)
 
 

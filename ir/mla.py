@@ -48,6 +48,17 @@ def operand(graph: Graph, node: fx.Node) -> Operand:
     return Operand(linear, features.feature[:, columns], columns, other, features)
 
 
+def computed_weight(graph: Graph, features: Features) -> fx.Node | None:
+    """A linear map above an operand whose weight is no plain parameter but computed (quantised, say), or None."""
+    for index in features.used():
+        source = features.sources[index]
+        if source.op != "call_function" or source.target not in (F.linear, torch._C._nn.linear, torch.addmm):
+            continue
+        if linear_of(graph, source) is None:
+            return source
+    return None
+
+
 def latent_source(graph: Graph, x: fx.Node) -> fx.Node:
     """The latent behind a linear map's input: a node [B, T, C] or [B, 1, T, C]. Raises LayoutError."""
     if len(graph.shape(x)) < 3:

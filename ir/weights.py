@@ -6,6 +6,7 @@ before every call with gradients, folded once while nothing changes, or turned i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,19 +14,33 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True)
 class Weight:
     """One parameter or buffer that the traced model reads.
 
     Attributes:
         path: its name in ``model.named_parameters()`` or ``named_buffers()``.
         placeholder: the name of its placeholder node.
-        value: the model's own tensor (never a copy).
     """
 
-    path: str
-    placeholder: str
-    value: torch.Tensor
+    def __init__(self, path: str, placeholder: str, value: torch.Tensor, fake: torch.Tensor | None = None) -> None:
+        """
+        Args:
+            value: the model's own tensor (never a copy). It is held weakly if there is a fake one to fall back on:
+                Dynamo keeps graphs for as long as it likes, and they must not keep a model or its old weights alive.
+            fake: the placeholder's fake value.
+        """
+        self.path, self.placeholder = path, placeholder
+        self._real = None if fake is None else weakref.ref(value)
+        self._fake = value if fake is None else fake
+
+    def __repr__(self) -> str:
+        return f"Weight({self.path!r}, {self.placeholder!r}, {list(self.value.shape)} {self.value.dtype})"
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The model's own tensor; a fake one of its form once that is gone, or for a weight that is not made yet."""
+        real = None if self._real is None else self._real()
+        return self._fake if real is None else real
 
 
 @dataclass(frozen=True)

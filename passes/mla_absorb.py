@@ -12,7 +12,16 @@ from torch import fx
 
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import LayoutError, as_slice, check_rows, rows_of
-from latentscan.ir.mla import Operand, argument, attentions, latent_node, latent_source, operand, same_latent
+from latentscan.ir.mla import (
+    Operand,
+    argument,
+    attentions,
+    computed_weight,
+    latent_node,
+    latent_source,
+    operand,
+    same_latent,
+)
 from latentscan.ir.normalize import LATENT_ATTENTION
 from latentscan.ir.sizes import expression
 from latentscan.passes.base import Choice, Context, Pass, Refusal, Site, Tier
@@ -83,8 +92,9 @@ class MlaAbsorb(Pass):
             saved += expanded - absorbed
         f = sites[0].facts
         rule = (
-            f"absorb iff {f['heads']} P (2*{f['d_c']} - {f['d_n']} - {f['d_v']}) < ({f['kv_heads']} t - {f['heads']} s) "
-            f"{f['d_c']} ({f['d_n']} + {f['d_v']})" + ("" if len(sites) == 1 else f", summed over {len(sites)} layers")
+            f"absorb iff {f['heads']} P (2*{f['d_c']} - {f['d_n']} - {f['d_v']}) < "
+            f"({f['kv_heads']} t - {f['heads']} s) {f['d_c']} ({f['d_n']} + {f['d_v']})"
+            + ("" if len(sites) == 1 else f", summed over {len(sites)} layers")
         )
         return Choice(sympy.expand(saved) > 0, rule, "absorb", "expand")
 
@@ -123,6 +133,15 @@ def _refuse(graph: Graph, node: fx.Node, module: str, key: Operand, value: Opera
         sources = {of.features.sources[int(i)] for i in of.features.source[:, columns].unique()}
         return ", ".join(sorted(_describe(s) for s in sources))
 
+    for of in (key, value):
+        computed = computed_weight(graph, of.features)
+        if computed is not None:
+            return Refusal(
+                module,
+                "no-plain-weight",
+                f"the weight of {computed.name} is computed at every call (quantised?), not a parameter of the model",
+                "dequantise the model first: absorbing quantised weights would cost accuracy",
+            )
     if key.linear is None:
         where = kind(key, key.other)
         cached = "cache_append" in where

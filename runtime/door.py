@@ -85,8 +85,8 @@ class SavePretrained(_Method):
         return save(self.session, directory, *args, **kwargs)
 
 
-def install(model: torch.nn.Module, session: Session) -> None:
-    """Make ``model`` the wrapped model of ``session``."""
+def check_free(model: torch.nn.Module) -> None:
+    """Raise RefusedError if something else has replaced a method that wrapping replaces."""
     taken = [name for name in _OVERRIDES if name in model.__dict__]
     if taken:
         raise RefusedError(
@@ -94,6 +94,10 @@ def install(model: torch.nn.Module, session: Session) -> None:
             where=type(model).__name__,
             remedy="remove that hook first (for accelerate: remove_hook_from_module)",
         )
+
+
+def install(model: torch.nn.Module, session: Session) -> None:
+    """Make ``model`` the wrapped model of ``session``."""
     from latentscan.runtime.report import Report
 
     model.__dict__[SESSION] = session

@@ -15,19 +15,23 @@ def check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise RefusedError(f"this is a {kind}, not a model", where="wrap", remedy="give a torch.nn.Module")
     config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "generate"):
+    if getattr(config, "model_type", None) is None:
         raise RefusedError(
-            "it is not a Hugging Face language model (no config or no generate)",
+            "it is not a Hugging Face language model (it has no config)",
             where=kind,
             remedy="use torch.compile(model, backend='latentscan') for other modules",
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise RefusedError("it is an encoder-decoder model", where=kind, remedy="only causal language models are served")
-    if not hasattr(model, "lm_head") and model.get_output_embeddings() is None:
-        raise RefusedError(
-            "it has no language-model head", where=kind, remedy="load it with AutoModelForCausalLM"
-        )
+        raise RefusedError("it is an encoder-decoder model", where=kind, remedy="only causal models are served")
+    if not hasattr(model, "generate") or _head(model) is None:
+        raise RefusedError("it has no language-model head", where=kind, remedy="load it with AutoModelForCausalLM")
     if hasattr(model, "peft_config") or hasattr(model, "merge_and_unload"):
         raise RefusedError("it carries unmerged adapters", where=kind, remedy="call merge_and_unload() first")
     if next(iter(model.parameters()), None) is None:
         raise RefusedError("it has no parameters", where=kind, remedy="give a model with weights")
+
+
+def _head(model: Any) -> Any:
+    """The module that makes logits, or None."""
+    head = getattr(model, "lm_head", None)
+    return head if head is not None else model.get_output_embeddings()

@@ -50,15 +50,18 @@ def tombstone(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def release(model: torch.nn.Module, paths: Sequence[str]) -> int:
-    """Delete Parameters; a NaN buffer that is not saved takes each one's name. Returns the bytes freed."""
-    freed = 0
-    for path in paths:
-        module, name = place(model, path)
-        old = module._parameters.pop(name)
-        assert old is not None
-        freed += old.numel() * old.element_size()
-        module.register_buffer(name, tombstone(old.shape, old.dtype, old.device), persistent=False)
-    return freed
+    """Delete Parameters; a NaN buffer that is not saved takes each one's name. All or none.
+
+    Returns:
+        the bytes freed.
+    """
+    places = [place(model, path) for path in paths]
+    old = [module._parameters[name] for module, name in places]
+    dead = [tombstone(p.shape, p.dtype, p.device) for p in old if p is not None]
+    for (module, name), nan in zip(places, dead, strict=True):
+        del module._parameters[name]
+        module.register_buffer(name, nan, persistent=False)
+    return sum(p.numel() * p.element_size() for p in old if p is not None)
 
 
 def shrink_tombstones(model: torch.nn.Module, paths: Sequence[str]) -> None:

@@ -65,7 +65,8 @@ class Report:
     def graphs(self) -> list[dict[str, Any]]:
         """One row for each graph traced so far."""
         return [
-            {"training": g.training, "cached": g.cached, "forms": g.executable.forms} for g in self._session.graphs
+            {"training": g.training, "cached": g.cached, "forms": len(g.operations), "operations": g.operations}
+            for g in self._session.graphs
         ]
 
     def to_json(self) -> dict[str, Any]:

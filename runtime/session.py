@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from latentscan.ir.capture import from_dynamo, trace_settings, with_own_code
+from latentscan.ir.capture import forget_compiled, from_dynamo, trace_settings, with_own_code
 from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError
 from latentscan.ir.frontends.base import MARK
+from latentscan.ir.graph import Graph
 from latentscan.passes.base import Context, Pass
-from latentscan.passes.pipeline import PassRecord, is_cached, run
+from latentscan.passes.pipeline import PassRecord, Program, is_cached, run
 from latentscan.runtime.binding import OwnedWeights
 from latentscan.runtime.executable import Executable
 from latentscan.runtime.options import Options
@@ -31,7 +32,16 @@ class TracedGraph:
     training: bool
     cached: bool
     records: list[PassRecord]
-    executable: Executable = field(repr=False)
+    operations: list[dict[str, int]] = field(default_factory=list)  # canonical ops of each form made so far
+    executable: Executable | None = field(default=None, repr=False)
+
+    def note(self, program: Program, graph: Graph) -> None:
+        """Count the canonical ops of a form that is about to be lowered."""
+        found: dict[str, int] = {}
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and getattr(node.target, "namespace", "") == "latentscan":
+                found[node.target._opname] = found.get(node.target._opname, 0) + 1
+        self.operations.append(found)
 
 
 class Session:
@@ -43,6 +53,7 @@ class Session:
         self.graphs: list[TracedGraph] = []
         self.weights = OwnedWeights(model)
         self._compiled: Callable[..., Any] | None = None
+        self._forget: weakref.finalize[..., Any] | None = None  # drops what Dynamo compiled
 
     @property
     def model(self) -> torch.nn.Module:
@@ -72,9 +83,10 @@ class Session:
         context = Context(facts=self.plan.facts, own_parameters=True, required=self.plan.required)
         training, cached = graph.training, is_cached(graph)
         program = run(graph, self.passes, context, strict=False)
-        executable = Executable(program, inputs, self.options, self.weights)
-        self.graphs.append(TracedGraph(training, cached, program.records, executable))
-        return executable
+        traced = TracedGraph(training, cached, program.records)
+        traced.executable = Executable(program, inputs, self.options, self.weights, traced.note)
+        self.graphs.append(traced)
+        return traced.executable
 
     def compiled(self) -> Callable[..., Any]:
         if self._compiled is None:
@@ -88,7 +100,9 @@ class Session:
                 return mine.backend(module, example_inputs)
 
             setattr(backend, MARK, True)
-            forward = with_own_code(type(model).forward.__get__(model))
+            forward: Any = with_own_code(type(model).forward.__get__(model))
+            self._forget = weakref.finalize(self, forget_compiled, forward.__func__)  # which does not hold the model
+            self._forget.atexit = False
             self._compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
         return self._compiled
 
@@ -116,5 +130,7 @@ class Session:
 
     def reset(self) -> None:
         """Forget every compiled graph (after the model's structure changed)."""
-        self._compiled = None
+        if self._forget is not None:
+            self._forget()
+        self._compiled = self._forget = None
         self.graphs.clear()

@@ -14,7 +14,7 @@ from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, facts_of, parse, run, to_text
 from latentscan.runtime.cache import GraphCache, cache_argument
-from latentscan.runtime.door import install, remove, session_of
+from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
 from latentscan.runtime.models import check_model
 from latentscan.runtime.options import Options
@@ -60,10 +60,11 @@ def wrap(
             "check": check, "dump": dump, "inductor": inductor,
         }
     )  # fmt: skip
-    if session_of(model) is not None:
-        raise RefusedError("the model is wrapped already", where=type(model).__name__, remedy="unwrap(model) first")
     passes = parse(options.pipeline)
     check_model(model)
+    if session_of(model) is not None:
+        raise RefusedError("the model is wrapped already", where=type(model).__name__, remedy="unwrap(model) first")
+    check_free(model)
     register_all()
     statistics = None
     if any(getattr(p, "wants_statistics", False) for p in passes):
@@ -72,9 +73,13 @@ def wrap(
         statistics = statistics_for(model, passes, options.calibration)
     plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True))
     make_parameters(model, plan.recipes)
-    release(model, plan.released)
-    session = Session(model, passes, plan, options)
-    install(model, session)
+    try:
+        install(model, Session(model, passes, plan, options))
+        release(model, plan.released)
+    except BaseException:
+        remove(model)
+        restore(model, plan.recipes, ())
+        raise
     return model
 
 
