@@ -12,6 +12,7 @@ from torch import fx
 
 from latentscan.ir.errors import VerifyError
 from latentscan.ir.graph import Graph, module_path
+from latentscan.ir.layout import linear_of
 from latentscan.ir.tokenwise import NotTokenwise, Place, input_places, rerun, width
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
 
@@ -42,7 +43,8 @@ class LatentCache(Pass):
         now = sum(width(graph, t, p) for t, p in tensors)
         cut = minimum_cut(graph, tensors)
         least = sum(width(graph, n, p) for n, p in cut)
-        if least > now or (least == now and len(cut) >= len(tensors)):
+        tie = least == now and len(cut) < len(tensors) and not _computes(graph, tensors, cut)
+        if least >= now and not tie:
             parts = ", ".join(f"{t.name} ({width(graph, t, p)})" for t, p in tensors)
             return Refusal(
                 module,
@@ -133,6 +135,19 @@ def minimum_cut(graph: Graph, tensors: list[tuple[fx.Node, Place]]) -> list[tupl
     cut = [n for n in places if (n, "in") in reachable and (n, "out") not in reachable]
     order = {n: i for i, n in enumerate(graph.graph.nodes)}
     return [(n, places[n]) for n in sorted(cut, key=lambda n: order[n])]
+
+
+def _computes(graph: Graph, tensors: list[tuple[fx.Node, Place]], cut: list[tuple[fx.Node, Place]]) -> bool:
+    """Whether a linear map lies between the cut and the cached tensors, to be computed again at every step."""
+    ends, stack = {n for n, _ in cut}, list(tensors)
+    while stack:
+        node, place = stack.pop()
+        if node in ends:
+            continue
+        if linear_of(graph, node) is not None:
+            return True
+        stack.extend(input_places(graph, node, place).items())
+    return False
 
 
 def _replay(graph: Graph, node: fx.Node, place: Place, made: dict[fx.Node, fx.Node], sizes: tuple[fx.Node, ...]) -> fx.Node:

@@ -62,13 +62,26 @@ def balanced_joint_pca(
 
 
 def rotary_pairs_by_energy(
-    query: torch.Tensor, key: torch.Tensor, covariance: torch.Tensor, heads: int, kv_heads: int, keep: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    covariance: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    keep: int,
+    frequencies: torch.Tensor | None = None,
+    horizon: int = 256,
 ) -> list[int]:
-    """Which rotary pairs matter most: sum over heads of sqrt(E|q|^2 E|k|^2), the same pairs for all heads.
+    """Which rotary pairs lose most when they lose their rotation; the same pairs for all heads.
+
+    A pair adds |q| |k| cos(phi + theta d) to a score at distance d. Without rotation it adds |q| |k| cos(phi): over
+    phases the mean square of the difference is |q|^2 |k|^2 (1 - cos(theta d)). So a pair's score is its energy
+    sqrt(E|q|^2 E|k|^2), summed over heads, times the mean of 1 - cos(theta d) over distances up to ``horizon``: slow
+    pairs barely rotate within it and can do without.
 
     Args:
         query: [heads * d, D], key: [kv_heads * d, D], both in half-split order (pair j is features j and j + d/2).
         keep: number of pairs, at most d / 2.
+        frequencies: [d / 2] radians per token, or None to go by energy alone.
 
     Returns:
         pair numbers in ascending order.
@@ -78,4 +91,7 @@ def rotary_pairs_by_energy(
     q = output_energy(query.double(), c).reshape(heads, 2, half).sum(1).clamp_min(0)
     k = output_energy(key.double(), c).reshape(kv_heads, 2, half).sum(1).clamp_min(0)
     score = (q * k.repeat_interleave(heads // kv_heads, 0)).sqrt().sum(0)
+    if frequencies is not None:
+        distances = torch.arange(1, max(horizon, 2), dtype=score.dtype, device=score.device)
+        score = score * (1 - torch.cos(distances[:, None] * frequencies.to(score))).mean(0)
     return sorted(int(i) for i in score.topk(keep).indices)

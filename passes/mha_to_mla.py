@@ -54,8 +54,8 @@ class MhaToMla(Pass):
     math: ClassVar[str] = (
         "Exact: without rotation on K the layer's input is the latent, d_c = min(D, 2 n_kv d_h); with partial rotary it "
         "is the input and the rotated features; with full rotary [K | V] itself is the latent, d_c = 2 n_kv d_h, which "
-        "saves nothing. Low rank (rank = d_c and rope_dim = d_r, elements per token and layer): the rotary pairs with "
-        "the most energy keep their rotation, the other key features lose it and share a latent with V: balanced joint "
+        "saves nothing. Low rank (rank = d_c and rope_dim = d_r, elements per token and layer): the rotary pairs that "
+        "would lose most (energy times the mean of 1 - cos(theta d) over distances d) keep their rotation, the other key features lose it and share a latent with V: balanced joint "
         "PCA of [K_nope / alpha | V] on calibration outputs. Approximate: needs calibration, and the error is reported."
     )
 
@@ -110,6 +110,9 @@ class MhaToMla(Pass):
 
     def _plan_exact(self, graph: Graph, node: fx.Node, module: str) -> Site | Refusal:
         found = find(graph, node)
+        latent = _already_latent(graph, found, module)
+        if latent is not None:
+            return latent
         key, value = operand(graph, found.key), operand(graph, found.value)
         kv_heads, key_width = (int(s) for s in key.features.source.shape)
         value_width = int(value.features.source.shape[1])
@@ -117,11 +120,6 @@ class MhaToMla(Pass):
         facts: dict[str, Any] = {"kv_heads": kv_heads, "before": both}
         if key.linear is not None and value.linear is not None and same_latent(key.linear, value.linear):
             inner = int(graph.shape(key.linear.x)[-1])
-            if not _reads_same_input(graph, found, key.linear):
-                return Refusal(
-                    module, "already-latent", f"K and V are made from a latent of {inner} features already",
-                    "leave mha-to-mla out; latent-cache and mla-absorb apply as they are",
-                )  # fmt: skip
             rotated = kv_heads * len(key.other)
             if inner + rotated < both and not value.other:
                 rule = "partial-rotary" if key.other else "input-is-latent"
@@ -143,7 +141,8 @@ class MhaToMla(Pass):
 
     def _plan_low_rank(self, graph: Graph, node: fx.Node, module: str, context: Context) -> Site | Refusal:
         found = find(graph, node)
-        parts = _rotary_parts(graph, found, module)
+        latent = _already_latent(graph, found, module)
+        parts = latent if latent is not None else _rotary_parts(graph, found, module)
         if isinstance(parts, Refusal):
             return parts
         query, key, value = parts
@@ -185,9 +184,11 @@ class MhaToMla(Pass):
             )  # fmt: skip
         else:
             weights = [_rows(_weight(graph, o.linear), o) for o in (query, key)]
+            moments = context.statistics[module]
             chosen = rotary_pairs_by_energy(
-                weights[0], weights[1], context.statistics[module].covariance, query.rows.shape[0], kv_heads, keep
-            )
+                weights[0], weights[1], moments.covariance, query.rows.shape[0], kv_heads, keep,
+                frequencies_of(graph, found), moments.length,
+            )  # fmt: skip
             pairs = "|".join(map(str, chosen))
         before = kv_heads * (width + value_width)
         facts = {"kv_heads": kv_heads, "before": before, "d_c": rank, "d_r": rope_dim, "pairs": pairs}
@@ -347,10 +348,12 @@ def _rotary_parts(graph: Graph, found: Found, module: str) -> tuple[Operand, Ope
     for label, part in (("query", query), ("key", key), ("value", value)):
         if part.linear is None or part.other:
             names = {part.features.sources[i].name for i in part.features.used()}
-            rule = "qk-norm" if label != "value" else "value-not-linear"
+            normed = any(_is_normed(part.features.sources[i]) for i in part.features.used())
+            rule = "qk-norm" if normed and label != "value" else f"{label}-not-linear"
+            why = ": a norm on queries or keys is not linear" if normed else ""
             return Refusal(
-                module, rule, f"the {label} before rotation comes from {', '.join(sorted(names))}, not from a linear map "
-                "(a norm on queries and keys is not linear)", "use the exact form: leave rank and rope_dim out",
+                module, rule, f"the {label} before rotation comes from {', '.join(sorted(names))}, not from a linear map{why}",
+                "use the exact form: leave rank and rope_dim out",
             )  # fmt: skip
         if graph.weight(part.linear.weight) is None:
             return Refusal(module, "no-plain-weight", f"{label} has no plain weight", "dequantise the model first")
@@ -360,6 +363,24 @@ def _rotary_parts(graph: Graph, found: Found, module: str) -> tuple[Operand, Ope
     if key.linear.bias is not None and (sinks is not None or softcap is not None):  # type: ignore[union-attr]
         return Refusal(module, "key-bias", "a key bias with sinks or softcap cannot leave the latent", "use exact")
     return query, key, value
+
+
+def frequencies_of(graph: Graph, found: Found) -> torch.Tensor | None:
+    """Radians per token of each rotary pair, read from the buffer that the cosine table is made from; None if unknown."""
+    rope = found.key_rope
+    assert rope is not None
+    pairs = int(graph.shape(rope.args[1])[-1]) // 2  # type: ignore[arg-type]
+    stack, seen = [rope.args[1]], set()
+    while stack:
+        current: Any = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        weight = graph.weight(current)
+        if weight is not None and weight.path.endswith("inv_freq") and weight.value.numel() == pairs:
+            return weight.value.detach().reshape(pairs).double()
+        stack.extend(current.all_input_nodes)
+    return None
 
 
 def calibration_points(graph: Graph) -> dict[str, str]:
@@ -376,6 +397,21 @@ def calibration_points(graph: Graph) -> dict[str, str]:
         if key.linear is not None:
             points[module_path(node)] = module_path(key.linear.node)
     return points
+
+
+def _already_latent(graph: Graph, found: Found, module: str) -> Refusal | None:
+    """Refuse where keys and values are made from one value that the query is not made from: it is latent attention."""
+    key, value = operand(graph, found.key), operand(graph, found.value)
+    if key.linear is None or value.linear is None or not same_latent(key.linear, value.linear):
+        return None
+    if _reads_same_input(graph, found, key.linear):
+        return None
+    return Refusal(
+        module,
+        "already-latent",
+        f"K and V are made from a latent of {int(graph.shape(key.linear.x)[-1])} features already",
+        "leave mha-to-mla out; latent-cache and mla-absorb apply as they are",
+    )
 
 
 def _reads_same_input(graph: Graph, found: Found, key: Linear) -> bool:
@@ -400,6 +436,16 @@ def _is_fused(graph: Graph, found: Found, key: Operand, value: Operand) -> bool:
     except LayoutError:
         return False
     return query.linear is not None and query.linear.node in (key.linear.node, value.linear.node)  # type: ignore[union-attr]
+
+
+def _is_normed(node: fx.Node, depth: int = 6) -> bool:
+    """Whether an RMS or layer norm stands just above a value."""
+    name = str(getattr(node.target, "__name__", node.target))
+    if "rsqrt" in name or "norm" in name:
+        return True
+    if depth == 0 or node.op == "placeholder" or node.target in (F.linear, torch._C._nn.linear, torch.addmm):
+        return False
+    return any(_is_normed(n, depth - 1) for n in node.all_input_nodes)
 
 
 # -- rewriting --------------------------------------------------------------------------------------------------------

@@ -19,13 +19,16 @@ class Moments:
     Attributes:
         covariance: E[x x^T], [D, D] in fp64 (not centred).
         tokens: how many tokens it is the mean of.
+        length: of the longest row seen.
     """
 
     covariance: torch.Tensor
     tokens: int = 0
+    length: int = 0
 
     def add(self, x: torch.Tensor) -> None:
-        """Take in the tokens of x [..., D]."""
+        """Take in the tokens of x [B, L, D]."""
+        self.length = max(self.length, x.shape[-2])
         flat = x.detach().reshape(-1, x.shape[-1]).double()
         total = self.tokens + flat.shape[0]
         self.covariance.mul_(self.tokens / total).add_(flat.T @ flat, alpha=1 / total)

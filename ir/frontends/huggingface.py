@@ -61,21 +61,21 @@ def register_model_file(module: types.ModuleType) -> None:
 
 
 def _first_attention_layer(cache: Any, sliding: bool) -> int:
-    """Index of the first layer of ``cache`` that holds keys and values of the wanted kind; 0 if there is none."""
-    index = 0
+    """Index of the first layer of ``cache`` that holds keys and values of the wanted kind, else of any kind, else 0."""
+    index, any_kind = 0, -1
     for layer in cache.layers:
         is_linear = not hasattr(layer, "get_mask_sizes")
         is_sliding = bool(getattr(layer, "is_sliding", False))
         if not is_linear and is_sliding == sliding:
             return index
+        if not is_linear and any_kind < 0:
+            any_kind = index
         index += 1
-    return 0
+    return max(any_kind, 0)
 
 
 def _grows_at_the_end(cache: Any, layer_index: int) -> bool:
     """Whether the layer's keys are all positions so far, so that the last query sees the last key."""
-    if getattr(cache, "_latentscan_cache", False):
-        return True
     if layer_index >= len(cache.layers):
         return not getattr(cache, "is_compileable", False)
     layer = cache.layers[layer_index]
