@@ -238,6 +238,8 @@ def _kind_and_config(folder: Path, told: dict[str, Any]) -> tuple[Any, Any]:
             f"transformers {transformers.__version__} has no {told['class']}", where=str(folder),
             remedy=f"install transformers {told.get('transformers', '')}",
         )  # fmt: skip
+    if not (folder / "config.json").is_file():  # the library would take its defaults
+        raise CheckpointError("is missing", where=str(folder / "config.json"), remedy="copy the directory again")
     try:
         with quiet():
             return kind, kind.config_class.from_pretrained(str(folder), local_files_only=True)

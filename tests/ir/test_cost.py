@@ -34,7 +34,7 @@ class Products(nn.Module):
         self.weight = nn.Parameter(torch.ones(10, 7))
         self.bias = nn.Parameter(torch.ones(7))
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = self.linear(input)  # [b, s, 10]
         flat = torch.addmm(self.bias, x.reshape(-1, 10), self.weight)  # [b s, 7]
         scores = x @ x.transpose(1, 2)  # [b, s, s]
@@ -179,7 +179,7 @@ def test_gradients_cost_twice_their_product_and_a_recomputed_layer_once_more():
 
 def test_activations_by_hand():
     class Chain(nn.Module):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
             a = input.exp()  # 1
             view = a.view(-1, 2).t()  # shares a
             b = a.sin()  # 2
