@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from latentscan.ir.errors import VerifyError
 from latentscan.ir.graph import VALUE, Graph, is_impure, module_path
@@ -55,7 +56,7 @@ def _changed(node: fx.Node, old: fx.Node | None) -> bool:
 
 
 def _form(value: Any) -> Any:
-    """All that a value's form depends on: forms of tensors, and constants. Layers repeat, so looking it up often hits."""
+    """All that a form depends on: forms of tensors, and constants. Layers repeat, so looking it up often hits."""
     if isinstance(value, fx.Node):
         return _form(value.meta.get(VALUE))
     if isinstance(value, torch.Tensor):
@@ -71,10 +72,10 @@ def _form(value: Any) -> Any:
 
 
 def _check_value(graph: Graph, node: fx.Node, name: str, evaluated: dict[Any, Any]) -> None:
-    if VALUE not in node.meta:
-        raise VerifyError(f"{node.name} has no recorded value", where=f"{name} at {module_path(node)}")
     if is_impure(node) or isinstance(node.target, torch._ops.HigherOrderOperator):
         return
+    if VALUE not in node.meta:
+        raise VerifyError(f"{node.name} has no recorded value", where=f"{name} at {module_path(node)}")
     key = node.op, node.target, _form(node.args), _form(node.kwargs)
     try:
         want = evaluated[key] if key in evaluated else graph.evaluate(node)
@@ -97,7 +98,8 @@ def _compare(node: fx.Node, have: Any, want: Any, name: str) -> None:
     if not isinstance(want, torch.Tensor):
         return
     same_shape = len(have.shape) == len(want.shape) and all(
-        expression(a) == expression(b) for a, b in zip(have.shape, want.shape, strict=True)
+        expression(a) == expression(b) or statically_known_true(a == b)
+        for a, b in zip(have.shape, want.shape, strict=True)
     )
     if not same_shape or have.dtype != want.dtype or have.device != want.device:
         raise VerifyError(
@@ -112,7 +114,9 @@ def _check_inputs(graph: Graph, before: Graph, name: str) -> None:
     want = before.inputs + [a.placeholder for a in graph.added]
     if have != want:
         odd = [n for n in have if n not in want] or [n for n in want if n not in have]
-        raise VerifyError(f"the graph's inputs changed: {odd[:3]}", where=name, remedy="add weights by graph.add_weights")
+        raise VerifyError(
+            f"the graph's inputs changed: {odd[:3]}", where=name, remedy="add weights by graph.add_weights"
+        )
 
 
 def _check_impure(graph: Graph, before: Graph, name: str) -> None:

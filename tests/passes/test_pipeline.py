@@ -332,8 +332,8 @@ def test_a_pass_that_matches_nothing_is_an_error_with_its_reasons(graph):
 def test_models_with_one_and_with_many_attentions_are_served_alike():
     """TensorRT-LLM#10358: a pass asserts exactly one match and dies on a hybrid."""
     for family, overrides, count in (
-        ("nemotron_h", {}, 1),
-        ("nemotron_h", {"layers_block_type": ["attention", "mamba", "attention", "attention"]}, 3),
+        ("nemotron_h", {"num_key_value_heads": 4}, 1),
+        ("nemotron_h", {"num_key_value_heads": 4, "layers_block_type": ["attention", "mamba", "attention"]}, 2),
         ("gpt_neox", {"num_hidden_layers": 5}, 5),
     ):
         torch._dynamo.reset()

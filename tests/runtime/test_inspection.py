@@ -135,9 +135,9 @@ def inspect(
 # -- what passes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3", "gpt_neox", "opt", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3", "gpt_neox", "opt", "nemotron_h"])
 def test_rounding_of_the_real_passes_stays_within_an_eighth_of_the_tolerance(family):
-    model = build(family)
+    model = build(family, **({"num_key_value_heads": 4} if family == "nemotron_h" else {}))
     text = {"deepseek_v2": "mla-mm-split,mla-absorb", "minicpm3": "mla-mm-split,mla-absorb"}
     records = inspect(model, text.get(family, "latent-cache,mla-absorb"))
     for record in records:
