@@ -53,7 +53,13 @@ def plan(
         step: told what is being done.
 
     Returns:
-        A dict of strings, numbers, lists and dicts with keys as README describes them. All sizes are bytes.
+        Strings, numbers, lists and dicts, the same for the same input. Sizes are bytes.
+        "schema": raised when a key changes its meaning or goes. "model": name, class, parameters, dtype, layers, notes.
+        "passes": a row a pass, with its rule and the form that it takes in each phase. "sites", "refusals": with
+        repeated layers folded. "weights": before, after, made, released. "cache": bytes_per_token of one row before and
+        after, state_bytes_per_row, bytes_at_seq. "phases": by name, tokens, past, forms, and before and after each with
+        flops, activation_bytes (peak, or saved for the backward pass; upper estimates), nodes and kinds of nodes.
+        "errors": passes that find nothing, as ``wrap`` would raise them.
 
     Raises:
         PipelineError, RefusedError, CheckpointError, CaptureError: bad input. A pass that finds no site is no error

@@ -1,0 +1,214 @@
+"""plan says what wrap does, counts what it costs, and takes work in proportion to the layers."""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from latentscan.ir.graph import Graph
+from latentscan.passes.base import Context, Site
+from latentscan.passes.latent_cache import LatentCache
+from latentscan.passes.pipeline import parse, run
+from latentscan.runtime.cache import GraphCache, cache_argument
+from latentscan.runtime.door import session_of
+from latentscan.runtime.phases import traced_phases
+from latentscan.runtime.source import resolve
+from latentscan.runtime.wrap import wrap
+from latentscan.tests.models import build
+from latentscan.tools.plan import SCHEMA, plan
+
+DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_v3" / "config.json"
+LOW_RANK = "mha-to-mla{rank=24,rope_dim=8},latent-cache,mla-absorb"
+
+
+def held_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, released ones being what they are: one number."""
+    tensors = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())
+    }
+    return sum(tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "pipeline"),
+    [
+        ("deepseek_v3", "mla-mm-split,mla-absorb"),
+        ("llama", LOW_RANK),
+        ("gpt2", "mha-to-mla,latent-cache"),
+        ("bamba", ""),
+    ],
+)
+def test_it_says_what_wrap_does(family, pipeline):
+    told = plan(resolve(f"tiny:{family}"), pipeline, batch=2, seq=9, explain=True)
+    model = build(family)
+    before = held_bytes(model)
+    assert told["weights"]["before"] == before
+    wrap(model, pipeline, calibration=torch.randint(3, 128, (8, 64)))
+    report = model.report
+    assert [{k: r[k] for k in ("pass", "module", "rule")} for r in told["all_sites"]] == [
+        {k: r[k] for k in ("pass", "module", "rule")} for r in report.sites
+    ]
+    assert [(r["pass"], r["module"], r["rule"]) for r in told["all_refusals"]] == [
+        (r["pass"], r["module"], r["rule"]) for r in report.refusals
+    ]
+    released = session_of(model).plan.released
+    assert abs(told["weights"]["after"] - (held_bytes(model) - 4 * len(released))) == 0
+    cache = GraphCache.for_model(model)
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, 128, (2, 9)), use_cache=True, **{cache_argument(model): cache})
+    assert told["cache"]["bytes_per_token"]["after"] == cache.bytes_per_token()
+    assert told["cache"]["bytes_at_seq"]["after"] == cache.bytes_held()
+    assert told["errors"] == []
+
+
+def test_the_rule_takes_its_form_at_each_size():
+    text, pipeline = "tiny:deepseek_v3", "mla-mm-split,mla-absorb"
+    told = plan(resolve(text), pipeline, seq=4096)
+    (row,) = [r for r in told["passes"] if r["name"] == "mla-absorb"]
+    assert row["forms"] == {"prefill": "expand", "decode": "absorb"}
+    assert "absorb iff 4 P (2*16 - 16 - 16) < (4 t - 4 s) 16 (16 + 16)" in row["rule"]
+    prefill, decode = (told["phases"][p] for p in ("prefill", "decode"))
+    assert decode["after"]["flops"] < decode["before"]["flops"] / 10
+    assert prefill["after"]["flops"] == prefill["before"]["flops"]
+    assert "latent_attention" in decode["after"]["kinds"] and "latent_attention" not in prefill["after"]["kinds"]
+    never = plan(resolve(text), "mla-mm-split,mla-absorb{when=never}", seq=4096)
+    assert never["phases"]["decode"]["forms"] == {"mla-absorb": "expand"}
+    assert never["phases"]["decode"]["after"]["flops"] == decode["before"]["flops"]
+
+
+def test_growing_weights_are_told():
+    """A rank close to full makes the factors bigger than what they replace."""
+    told = plan(resolve("tiny:llama"), "mha-to-mla{rank=48,rope_dim=8},latent-cache")
+    assert told["weights"]["after"] > told["weights"]["before"]
+    made, released = told["weights"]["made"], told["weights"]["released"]
+    assert told["weights"]["after"] - told["weights"]["before"] == made - released > 0
+    assert [r["new_weight_bytes"] for r in told["passes"]] == [made, 0]
+
+
+def test_a_pass_that_finds_nothing_is_an_error_with_its_reason():
+    told = plan(resolve("tiny:llama"), "latent-cache")
+    (error,) = told["errors"]
+    assert error["pass"] == "latent-cache"
+    assert "64 elements per token" in error["message"] and "mha-to-mla" in error["remedy"]
+    (refusal,) = told["refusals"]
+    assert (refusal["module"], refusal["count"]) == ("model.layers.0..1.self_attn", 2)
+
+
+def test_training_counts_gradients_and_what_they_keep():
+    told = plan(resolve("tiny:llama"), "", batch=2, seq=16, train=True)
+    (phase,) = told["phases"].values()
+    kinds = phase["before"]["kinds"]
+    assert kinds["linear backward"]["flops"] == 2 * kinds["linear"]["flops"]
+    twice = plan(resolve("tiny:llama"), "", batch=4, seq=16, train=True)["phases"]["train"]["before"]
+    assert twice["flops"] == 2 * phase["before"]["flops"]
+    shared = 2 * 16 * 16 * 4 * 4  # rotary tables and positions do not grow with the batch
+    assert 0 <= 2 * phase["before"]["activation_bytes"] - twice["activation_bytes"] <= shared
+
+
+def test_the_plan_is_plain_data_and_the_same_every_time():
+    first, second = (plan(resolve("tiny:deepseek_v3"), "mla-mm-split,mla-absorb", seq=64) for _ in range(2))
+    assert json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+    assert first["schema"] == SCHEMA
+
+
+def calls(work: Callable[[], object]) -> int:
+    """Function calls that ``work`` makes: a count of work that does not depend on the machine."""
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def layers(count: int) -> torch.nn.Module:
+    return resolve(f"tiny:llama{{num_hidden_layers={count}}}").on_meta()
+
+
+PIPELINE = "mha-to-mla{rank=24,rope_dim=8},latent-cache,mla-absorb"
+
+
+def work_by_layers(counts: tuple[int, ...]) -> dict[int, tuple[int, int, int]]:
+    """Layers -> nodes, calls while tracing, calls in the passes."""
+    done = {}
+    for count in (2, *counts):  # the first time also fills what is cached once a process
+        model, found = layers(count), []
+        tracing = calls(lambda m=model, f=found: f.extend(traced_phases(m, batch=1, seq=64)))
+        graph = found[0].graph
+        nodes = len(graph.nodes)
+        context = Context(own_parameters=True, meta=True)
+        done[count] = nodes, tracing, calls(lambda g=graph, c=context: run(g, parse(PIPELINE), c).forced(True))
+    done = {count: done[count] for count in counts}
+    print("\nlayers  nodes  calls while tracing  calls in passes")
+    for count, row in done.items():
+        print(f"{count:6} {row[0]:6} {row[1]:20,} {row[2]:16,}")
+    return done
+
+
+def growth(done: dict[int, tuple[int, int, int]], what: int) -> float:
+    """How much more a layer takes between the last two sizes than between the first two: 1 if linear."""
+    (a, b, c), rows = done, done.values()
+    x, y, z = (row[what] for row in rows)
+    return ((z - y) / (c - b)) / ((y - x) / (b - a))
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 4), pytest.param((2, 8, 30), marks=pytest.mark.slow)], ids=str)
+def test_work_is_proportional_to_layers(counts):
+    done = work_by_layers(counts)
+    assert growth(done, 0) == 1
+    assert growth(done, 1) < 1.1
+    assert growth(done, 2) < 1.1
+
+
+@pytest.mark.slow
+def test_sabotage_a_copy_for_every_site_is_found(monkeypatch):
+    theirs = LatentCache.apply
+
+    def copying(self: LatentCache, graph: Graph, site: Site, context: Context) -> None:
+        graph.copy()
+        theirs(self, graph, site, context)
+
+    monkeypatch.setattr(LatentCache, "apply", copying)
+    assert growth(work_by_layers((2, 8, 30)), 2) > 1.1
+
+
+@pytest.mark.slow
+def test_deepseek_v3_plans_within_a_minute_and_4_gib():
+    """671B on two cores, in a process of its own so that its memory is its own."""
+    script = (
+        "import resource, sys, time; from latentscan.tools.cli import main; began = time.perf_counter();"
+        f"status = main(['plan', {str(DEEPSEEK)!r}, '--pipeline', 'mla-mm-split,mla-absorb', '--json']);"
+        "print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr);"
+        "sys.exit(status)"
+    )
+    began = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.perf_counter() - began
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert done.returncode == 0, done.stderr
+    print(f"\n671B: {wall:.1f} s, {busy:.1f} s of processor, {int(done.stderr.split()[-1]) / 2**20:.2f} GiB")
+    assert busy < 60  # the wall time of an idle machine
+    assert int(done.stderr.split()[-1]) < 4 * 2**20  # KiB
+    told = json.loads(done.stdout)
+    assert told["model"]["parameters"] == 671_026_404_352
+    assert {r["name"]: (r["sites"], r["refusals"]) for r in told["passes"]} == {
+        "mla-mm-split": (122, 0), "mla-absorb": (61, 0)
+    }  # fmt: skip
+    assert told["cache"]["bytes_per_token"] == {"before": 61 * 576 * 2, "after": 61 * 576 * 2}
+    assert told["weights"]["before"] == told["weights"]["after"]
+    forms = {name: phase["forms"]["mla-absorb"] for name, phase in told["phases"].items()}
+    assert forms == {"prefill": "expand", "decode": "absorb"}
+    # 37 billion active parameters, and attention over all pairs with 192 + 128 features a head
+    prefill = 2 * 32768 * 37.5e9 + 2 * 61 * 128 * 32768 * 32769 / 2 * 320
+    assert abs(told["phases"]["prefill"]["after"]["flops"] / prefill - 1) < 0.05
+    # one token: the latent is read instead of expanded, 512 + 64 and 512 features a head
+    decode = 2 * 37.5e9 + 2 * 61 * 128 * 32769 * 1088
+    assert abs(told["phases"]["decode"]["after"]["flops"] / decode - 1) < 0.05
