@@ -170,7 +170,7 @@ def run(
     context: Context,
     *,
     strict: bool = True,
-    hooks: Hooks = Hooks(),  # noqa: B008  frozen and empty
+    hooks: Hooks = Hooks(),
     start: int = 0,
     records: list[PassRecord] | None = None,
 ) -> Program:
@@ -198,7 +198,8 @@ def run(
         record.seconds = time.perf_counter() - began
         check_facts(current, record, context, is_cached(graph))
         if not record.sites:
-            if strict and not current.may_be_empty and not (current.phases == "cached" and not is_cached(graph)):
+            idle = current.phases == "cached" and not is_cached(graph) and not record.refusals
+            if strict and not current.may_be_empty and not idle:
                 raise RefusedError(no_site_text(current, record), where=current.name, remedy=first_remedy(record))
             if hooks.after:
                 hooks.after(index, current, graph, record)
@@ -231,7 +232,7 @@ def _branch(
         def make() -> Program:
             if applied not in made:
                 copy = graph.copy()
-                own = PassRecord(**{**record.__dict__})
+                own = PassRecord(**record.__dict__)
                 if applied:
                     apply_pass(copy, current, own, context)
                 if hooks.after:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 
+from latentscan.ir.errors import LatentscanError, RefusedError
 from latentscan.ir.frontends import register_all
 from latentscan.ir.frontends.base import MARK
 from latentscan.runtime.options import Options
 
-# Registering is what loading this module is for: the entry point names it, and it must happen before the first trace.
+# Before the first trace, if it can be; what is imported later costs one trace more.
 register_all()
 
 
@@ -29,6 +32,17 @@ def latentscan(
     Args:
         options: see :class:`latentscan.runtime.options.Options`.
     """
+    if register_all():
+        trace_again("model files were imported after the backend, and their functions were traced as they are")
+    try:
+        return _compile(module, example_inputs, options)
+    except LatentscanError as error:
+        raise through_dynamo(error) from error.__cause__
+
+
+def _compile(
+    module: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None
+) -> Callable[..., Any]:
     from latentscan.ir.capture import from_dynamo
     from latentscan.passes.base import Context
     from latentscan.passes.pipeline import parse, run
@@ -36,10 +50,42 @@ def latentscan(
     from latentscan.runtime.executable import Executable
 
     chosen = Options.of(options)
+    passes = parse(chosen.pipeline)
+    for current in passes:
+        if getattr(current, "wants_statistics", False):
+            raise RefusedError(
+                "it makes new Parameters, and an optimiser may already hold the old ones",
+                where=current.text(),
+                remedy="use latentscan.wrap(model, ...) before the optimiser is built",
+            )
     graph = from_dynamo(module, example_inputs)
     inputs = list(graph.inputs)
-    program = run(graph, parse(chosen.pipeline), Context())
+    program = run(graph, passes, Context())
     return Executable(program, inputs, chosen, RecipeWeights())
+
+
+def trace_again(reason: str) -> None:
+    """Let Dynamo trace the present frame from its start, because what functions stand for has changed."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        InstructionTranslator.current_tx().speculation_log.clear()  # the new trace takes another way
+    except AttributeError:
+        warnings.warn(
+            f"latentscan: {reason}; call torch._dynamo.reset() and the model again to have them rewritten", stacklevel=2
+        )
+        return
+    # Of the errors that start a trace again, the one that a backend may raise.
+    raise TensorifyScalarRestartAnalysis(restart_reason=f"latentscan: {reason}")
+
+
+def through_dynamo(error: LatentscanError) -> LatentscanError:
+    """The same error, of a class that Dynamo lets through as it is instead of wrapping it in one of its own."""
+    kind = type(type(error).__name__, (ShortenTraceback, type(error)), {"__module__": type(error).__module__})
+    made = kind.__new__(kind)
+    made.__dict__.update(error.__dict__)
+    made.args, made.first_useful_frame = error.args, None
+    return made
 
 
 setattr(latentscan, MARK, True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,30 +25,57 @@ def version_key(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return tuple((id(t), t.data_ptr(), version(t), t.dtype, str(t.device)) for t in tensors)
 
 
+@dataclass(frozen=True)
+class Folded:
+    """What a recipe gave for the present sources."""
+
+    key: tuple[Any, ...]
+    values: tuple[torch.Tensor, ...]
+    sources: tuple[weakref.ref[torch.Tensor], ...]  # while they live, an id means the same tensor
+
+
+_LIVE: weakref.WeakSet[RecipeWeights] = weakref.WeakSet()
+
+
 class RecipeWeights:
     """New weights computed from the model's own: with gradients at every call, else once until a source changes.
 
-    Used where latentscan does not own the model's parameters (the plain backend).
+    Used where latentscan does not own the model's parameters (the plain backend). Sources are held weakly; what was
+    folded goes with them.
     """
 
     def __init__(self) -> None:
-        self._folded: dict[tuple[str, ...], tuple[Any, tuple[torch.Tensor, ...]]] = {}
+        self._folded: dict[tuple[str, ...], Folded] = {}
+        _LIVE.add(self)
 
     def values(self, recipe: Recipe, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
             return recipe.function(*sources)
         key = version_key(sources)
         kept = self._folded.get(recipe.targets)
-        if kept is None or kept[0] != key:
+        if kept is None or kept.key != key or any(r() is None for r in kept.sources):
             with torch.no_grad():
                 made = tuple(t.contiguous() for t in recipe.function(*sources))
-            kept = (key, made)
+            kept = Folded(key, made, tuple(weakref.ref(s, self._forgetter(recipe.targets)) for s in sources))
             self._folded[recipe.targets] = kept
-        return kept[1]
+        return kept.values
 
-    def refresh(self) -> None:
-        """Forget everything that was folded."""
-        self._folded.clear()
+    def _forgetter(self, targets: tuple[str, ...]) -> Callable[[Any], None]:
+        mine = weakref.ref(self)
+
+        def forget(source: Any) -> None:
+            weights = mine()
+            kept = None if weights is None else weights._folded.get(targets)
+            if kept is not None and any(r is source for r in kept.sources):
+                del weights._folded[targets]  # type: ignore[union-attr]
+
+        return forget
+
+    def refresh(self, of: Container[int] | None = None) -> None:
+        """Forget what was folded: everything, or what comes from tensors with the given ids."""
+        for targets, kept in list(self._folded.items()):
+            if of is None or any(id(r()) in of for r in kept.sources):
+                del self._folded[targets]
 
     def bind(self, graph: Graph) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
         """A function from the graph's inputs to the values of its added weights."""
@@ -63,6 +91,14 @@ class RecipeWeights:
             return [made[a.path] for a in graph.added]
 
         return values
+
+
+def refresh_folded(model: torch.nn.Module) -> bool:
+    """Forget what any plain-backend graph folded from the model's weights; whether there is such a graph at all."""
+    of = {id(t) for t in (*model.parameters(), *model.buffers())}
+    for weights in list(_LIVE):
+        weights.refresh(of)
+    return bool(_LIVE)
 
 
 class OwnedWeights:

@@ -13,6 +13,7 @@ from latentscan.ir.graph import Graph
 from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, facts_of, parse, run, to_text
+from latentscan.runtime.binding import refresh_folded
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
@@ -158,9 +159,25 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def refresh(model: torch.nn.Module) -> None:
-    """Forget folded weights and compiled graphs. Needed only after writes through ``tensor.data``."""
+    """Forget what was computed from a model's weights, so that it is computed again from what they hold now.
+
+    Needed only after writes through ``tensor.data``, which nothing else can notice. (Optimiser steps,
+    ``load_state_dict``, ``.to()`` and other writes in place are noticed.)
+
+    Args:
+        model: wrapped, or compiled with ``torch.compile(model, backend="latentscan")``.
+
+    Raises:
+        RefusedError: it is neither.
+    """
     session = session_of(model)
-    if session is None:
-        raise RefusedError("the model is not wrapped", where=type(model).__name__, remedy="wrap(model, ...) first")
-    session.weights.refresh()
-    session.reset()
+    folds = refresh_folded(model)
+    if session is not None:
+        session.weights.refresh()
+        session.reset()
+    elif not folds:
+        raise RefusedError(
+            "the model is not wrapped, and nothing is compiled by the backend",
+            where=type(model).__name__,
+            remedy="wrap(model, ...) or torch.compile(model, backend='latentscan') first",
+        )

@@ -60,14 +60,22 @@ def substitute(function: Callable[..., Any], make: Callable[[Callable[..., Any]]
         function: a module-level Python function of some library. If it is a decorated one, Dynamo sees the wrapper:
             pass what the calling module's global name is bound to.
         make: called once with a copy of ``function``; returns the replacement, a function with the same parameters
-            that Dynamo can trace. It must begin with ``if not traced_by_latentscan(): return original(...)``.
+            that Dynamo can trace. It is asked in latentscan's traces only, and may call the copy.
 
     Returns:
         False if the function was substituted before, or cannot be (not a plain Python function).
     """
     if id(function) in _SUBSTITUTED or not isinstance(function, types.FunctionType):
         return False
-    replacement = make(copy_of(function))
+    original = copy_of(function)
+    ours = make(original)
+
+    # Arguments go on unread: what a trace reads first decides the order of its inputs.
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if traced_by_latentscan():
+            return ours(*args, **kwargs)
+        return original(*args, **kwargs)
+
     torch._dynamo.substitute_in_graph(function, skip_signature_check=True)(replacement)
     _SUBSTITUTED[id(function)] = function
     return True
