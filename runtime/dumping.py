@@ -94,11 +94,11 @@ class Dump:
     """
 
     def __init__(self, folder: str | os.PathLike[str], pipeline: str) -> None:
-        self.rank, self.ranks = _rank()
+        self.rank, self.ranks = rank_and_ranks()
         path = check_folder(folder)
         if self.ranks > 1:
             _make_parent(path, self.ranks)
-            path = check_folder(path / f"rank-{self.rank}")
+            path = check_folder(path / rank_name(self.rank))
         self.path, self.pipeline = path, pipeline
         self.passes: list[dict[str, Any]] = []
         self.stopped = ""
@@ -202,11 +202,17 @@ class Dump:
         self._text(folder, name, json.dumps(value, indent=1, default=str) + "\n")
 
 
-def _rank() -> tuple[int, int]:
+def rank_and_ranks() -> tuple[int, int]:
+    """This process's rank and how many there are: (0, 1) unless torch.distributed is initialised."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
+
+
+def rank_name(rank: int) -> str:
+    """The folder of one rank within a dump."""
+    return f"rank-{rank}"
 
 
 def _make_parent(path: Path, ranks: int) -> None:

@@ -12,7 +12,7 @@ from latentscan.ir.errors import CheckpointError, PipelineError
 from latentscan.ir.frontends import register_all
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import nearest, parse
-from latentscan.runtime.dumping import MARKER, check_folder
+from latentscan.runtime.dumping import MARKER, check_folder, rank_and_ranks, rank_name
 from latentscan.runtime.models import check_model
 from latentscan.runtime.options import Options
 from latentscan.runtime.wrap import make_plan
@@ -29,7 +29,7 @@ def dump(
         calibration: as in ``wrap``, for passes that need statistics.
 
     Returns:
-        what the folder's ``latentscan-dump.json`` holds: pipeline, rank and a list of passes.
+        what this rank's ``latentscan-dump.json`` holds: pipeline, rank and a list of passes.
 
     Raises:
         CheckpointError: the folder is not ours. Every error of :func:`latentscan.wrap`; with a NumericsError the folder
@@ -46,7 +46,8 @@ def dump(
 
         statistics = statistics_for(model, passes, options.calibration)
     make_plan(model, options, Context(statistics=statistics, own_parameters=True))
-    return read_index(find(out))
+    rank, ranks = rank_and_ranks()
+    return read_index(Path(out) / rank_name(rank) if ranks > 1 else Path(out))
 
 
 def diff(directory: str, pass_name: str | None = None) -> str:
@@ -77,10 +78,10 @@ def diff(directory: str, pass_name: str | None = None) -> str:
 
 
 def find(directory: str) -> Path:
-    """The folder that holds the passes: of several ranks the first one's."""
+    """The folder that holds the passes: of several ranks the first one that is there."""
     folder = Path(directory)
-    first = folder / "rank-0"
-    return first if (first / MARKER).is_file() else folder
+    ranks = sorted(folder.glob("rank-*"), key=lambda path: (len(path.name), path.name))
+    return next((path for path in ranks if (path / MARKER).is_file()), folder)
 
 
 def read_index(folder: Path) -> dict[str, Any]:

@@ -181,7 +181,9 @@ rank, store, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 from latentscan.tests.models import build
 from latentscan.tools.dump import dump
-dump(build("deepseek_v3"), "mla-mm-split", folder, check=False)
+if rank == 0:
+    import time; time.sleep(2)  # the ranks finish at different times
+assert dump(build("deepseek_v3"), "mla-mm-split", folder, check=False)["rank"] == rank
 dist.barrier()
 dist.destroy_process_group()
 """
