@@ -81,7 +81,7 @@ def trace_again(reason: str) -> None:
 
 def through_dynamo(error: LatentscanError) -> LatentscanError:
     """The same error, of a class that Dynamo lets through as it is instead of wrapping it in one of its own."""
-    kind = type(type(error).__name__, (ShortenTraceback, type(error)), {"__module__": type(error).__module__})
+    kind: Any = type(type(error).__name__, (ShortenTraceback, type(error)), {"__module__": type(error).__module__})
     made = kind.__new__(kind)
     made.__dict__.update(error.__dict__)
     made.args, made.first_useful_frame = error.args, None
