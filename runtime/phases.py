@@ -144,8 +144,11 @@ def values_of(graph: Graph, phase: Phase) -> dict[sympy.Symbol, int]:
     """What the graph's symbols are in a phase. A size that is none of batch, new and cached tokens stays as traced."""
     appended = {n.args[0] for n in graph.graph.nodes if getattr(n.target, "_opname", "") == "cache_append"}
     found: dict[sympy.Symbol, int] = {}
+    plain: dict[sympy.Symbol, int] = {}
     for node in graph.graph.nodes:
         value = node.meta.get(VALUE)
+        if isinstance(value, torch.SymInt) and node.op == "placeholder":  # a plain number, such as logits_to_keep
+            plain[expression(value)] = int(value.node.hint)
         if node.op != "placeholder" or not isinstance(value, torch.Tensor) or graph.weight(node) is not None:
             continue
         if node in appended or node.name.endswith("token"):
@@ -159,4 +162,4 @@ def values_of(graph: Graph, phase: Phase) -> dict[sympy.Symbol, int]:
             if isinstance(expr, sympy.Symbol):
                 known = position < len(sizes)
                 found.setdefault(expr, sizes[position] if known else int(size.node.hint))  # type: ignore[union-attr]
-    return found
+    return plain | found

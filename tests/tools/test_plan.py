@@ -108,10 +108,12 @@ def test_training_counts_gradients_and_what_they_keep():
     (phase,) = told["phases"].values()
     kinds = phase["before"]["kinds"]
     assert kinds["linear backward"]["flops"] == 2 * kinds["linear"]["flops"]
-    twice = plan(resolve("tiny:llama"), "", batch=4, seq=16, train=True)["phases"]["train"]["before"]
-    assert twice["flops"] == 2 * phase["before"]["flops"]
-    shared = 2 * 16 * 16 * 4 * 4  # rotary tables and positions do not grow with the batch
-    assert 0 <= 2 * phase["before"]["activation_bytes"] - twice["activation_bytes"] <= shared
+    once, twice = (
+        phase["before"],
+        plan(resolve("tiny:llama"), "", batch=4, seq=16, train=True)["phases"]["train"]["before"],
+    )
+    for figure in ("flops", "activation_bytes"):  # rotary tables do not grow with the batch
+        assert 0 <= 2 * once[figure] - twice[figure] < once[figure] / 50
 
 
 def test_the_plan_is_plain_data_and_the_same_every_time():
