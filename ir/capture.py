@@ -81,7 +81,8 @@ def trace_settings(**more: Any) -> Iterator[None]:
     name = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
     logger = logging.Logger
     methods = [v for k, v in vars(logger).items() if callable(v) and re.match(r"(debug|info|warning|error)(_|$)", k)]
-    settings = {name: set(getattr(config, name)).union(methods), "specialize_float": True} | more
+    # optimize_ddp would hand the graph over in pieces.
+    settings = {name: set(getattr(config, name)).union(methods), "specialize_float": True, "optimize_ddp": False} | more
     with config.patch(**settings), symbolic.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         yield
 

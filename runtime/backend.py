@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 
@@ -58,10 +59,24 @@ def _compile(
                 where=current.text(),
                 remedy="use latentscan.wrap(model, ...) before the optimiser is built",
             )
+    refuse_pieces()
     graph = from_dynamo(module, example_inputs)
     inputs = list(graph.inputs)
     program = run(graph, passes, Context())
     return Executable(program, inputs, chosen, RecipeWeights())
+
+
+def refuse_pieces() -> None:
+    """Raise RefusedError where DistributedDataParallel has Dynamo cut the graph at its buckets of gradients."""
+    if not torch.distributed.is_available():
+        return
+    inside = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if inside is not None and torch._dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
+        raise RefusedError(
+            "DistributedDataParallel cuts the graph in pieces, which cannot be rewritten one by one",
+            where="torch.compile(DistributedDataParallel(model))",
+            remedy="set torch._dynamo.config.optimize_ddp = False, or wrap the model before DistributedDataParallel",
+        )
 
 
 def trace_again(reason: str) -> None:

@@ -31,6 +31,39 @@ def check_model(model: Any) -> None:
         raise RefusedError("it has no parameters", where=kind, remedy="give a model with weights")
 
 
+FSDP_FLAG = "_is_fsdp_managed_module"
+
+
+def prepare_sharded(model: torch.nn.Module) -> None:
+    """Make a model that ``fully_shard`` has taken ready to be traced.
+
+    Sharding as a whole gathers all parameters before the forward and needs nothing of us, but Dynamo takes every number
+    on a module with this mark for a variable, so the mark goes (nothing else reads it).
+
+    Raises:
+        RefusedError: submodules are sharded on their own.
+    """
+    refuse_inner_shards(model)
+    for module in model.modules():
+        if getattr(module, FSDP_FLAG, False):
+            setattr(module, FSDP_FLAG, False)
+
+
+def refuse_inner_shards(model: torch.nn.Module) -> None:
+    """Raise RefusedError if submodules are sharded: their hooks gather parameters in the middle of the graph."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    inner = [name for name, module in model.named_modules() if module is not model and isinstance(module, FSDPModule)]
+    if inner:
+        raise RefusedError(
+            f"{len(inner)} submodules are sharded on their own ({inner[0]}, ...), which breaks the graph",
+            where=type(model).__name__,
+            remedy="call fully_shard(model) once, on the whole model",
+        )
+
+
 def _head(model: Any) -> Any:
     """The module that makes logits, or None."""
     head = getattr(model, "lm_head", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from latentscan.ir.errors import RefusedError
 from latentscan.ir.weights import Recipe
 
-log = logging.getLogger("latentscan")
+DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
 def place(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
@@ -61,6 +60,8 @@ def release(model: torch.nn.Module, paths: Sequence[str]) -> int:
     for (module, name), nan in zip(places, dead, strict=True):
         del module._parameters[name]
         module.register_buffer(name, nan, persistent=False)
+    if paths:  # DistributedDataParallel broadcasts buffers into place, which these do not allow
+        setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *paths])
     return sum(p.numel() * p.element_size() for p in old if p is not None)
 
 
@@ -105,6 +106,11 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
         for path in recipe.targets:
             module, name = place(model, path)
             module._parameters.pop(name, None)
+    ignored = [path for path in getattr(model, DDP_IGNORES, ()) if path not in released]
+    if ignored:
+        setattr(model, DDP_IGNORES, ignored)
+    elif DDP_IGNORES in model.__dict__:
+        delattr(model, DDP_IGNORES)
 
 
 class StateDictMap:
@@ -116,12 +122,16 @@ class StateDictMap:
 
 
 class SaveHook(StateDictMap):
-    """state_dict post-hook."""
+    """state_dict post-hook.
+
+    Sharded tensors (``fully_shard``) keep the new names: the old ones would need every rank's rows, and a state dict
+    that communicates hangs when one rank alone asks for it. They load back by these names.
+    """
 
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for recipe in reversed(self.recipes):
             names = [prefix + t for t in recipe.targets]
-            if not all(n in state for n in names):
+            if not all(n in state for n in names) or any(hasattr(state[n], "full_tensor") for n in names):
                 continue
             with torch.no_grad():
                 values = recipe.inverse(*[state[n] for n in names])  # type: ignore[misc]

@@ -18,6 +18,7 @@ from latentscan.passes.base import Context, Pass
 from latentscan.passes.pipeline import PassRecord, Program, is_cached, run
 from latentscan.runtime.binding import OwnedWeights
 from latentscan.runtime.executable import Executable
+from latentscan.runtime.models import FSDP_FLAG, prepare_sharded, refuse_inner_shards
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import get, shrink_tombstones
 from latentscan.runtime.plan import ModelPlan
@@ -112,6 +113,8 @@ class Session:
             first = get(self.model, self.plan.released[0])
             if any(first.stride()):
                 shrink_tombstones(self.model, self.plan.released)
+        if getattr(self.model, FSDP_FLAG, False):
+            prepare_sharded(self.model)
         limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 4 * RECOMPILE_LIMIT}
         try:
             with trace_settings(**limits):
@@ -122,6 +125,7 @@ class Session:
             inner = getattr(error, "inner_exception", None) or error.__cause__
             if isinstance(inner, LatentscanError):
                 raise inner from None
+            refuse_inner_shards(self.model)
             raise CaptureError(
                 f"this call could not be traced as one graph: {str(error).strip()[:600]}",
                 where=type(self.model).__name__,
