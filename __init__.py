@@ -35,7 +35,7 @@ _PUBLIC = {
     "CheckpointError": "latentscan.ir.errors",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from latentscan.ir.graph import REGION, VALUE, Graph
 from latentscan.ir.ops.base import REGISTRY, Cost
@@ -92,7 +93,7 @@ def node_cost(graph: Graph, node: fx.Node) -> tuple[str, Cost] | None:
     if info is not None:
         args = fx.map_arg(node.args, graph.value)
         kwargs = fx.map_arg(node.kwargs, graph.value)
-        with graph.fake_mode, torch.no_grad():
+        with graph.fake_mode, enable_python_dispatcher(), torch.no_grad():
             return info.name, info.cost(*args, **kwargs)
     value = graph.value(node)
 
@@ -206,7 +207,7 @@ def _backward_cost(graph: Graph, node: fx.Node) -> Cost | None:
     kwargs = fx.map_arg(node.kwargs, graph.value)
     if info.name == "rope":  # its gradient needs no x
         args = args[1:]
-    with graph.fake_mode, torch.no_grad():
+    with graph.fake_mode, enable_python_dispatcher(), torch.no_grad():
         return backward.cost(*outputs, *args, **kwargs)
 
 

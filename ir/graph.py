@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from latentscan.ir.errors import CaptureError
 from latentscan.ir.weights import Added, Recipe, Weight
@@ -181,7 +182,8 @@ class Graph:
         mode = self.fake_mode
         allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True  # on meta, x[[2, 0]] makes a plain index
         try:
-            with mode, torch.no_grad():
+            # Without the Python dispatcher torch 2.11 decomposes linear in C++, which symbolic sizes cannot pass.
+            with mode, enable_python_dispatcher(), torch.no_grad():
                 if node.op == "call_method":
                     return getattr(args[0], str(node.target))(*args[1:], **kwargs)
                 return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -29,10 +29,10 @@ class LatentCache(Pass):
     phases: ClassVar[str] = "cached"
     summary: ClassVar[str] = "stores the latent instead of what is expanded from it"
     math: ClassVar[str] = (
-        "An up-projection works on each token alone, so W cat(c_past, c) = cat(W c_past, W c). Above each pair of cached "
-        "tensors lies a network of linear maps, views and concatenations that work token by token; its minimum cut, with "
-        "elements per token as capacities, is the least that must be stored. Rotated and normalised values are ends of "
-        "the network: they are stored as they are."
+        "An up-projection works on each token alone, so W cat(c_past, c) = cat(W c_past, W c). Above each pair of "
+        "cached tensors lies a network of linear maps, views and concatenations that work token by token; its minimum "
+        "cut, with elements per token as capacities, is the least that must be stored. Rotated and "
+        "normalised values are ends of the network: they are stored as they are."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
@@ -167,7 +167,9 @@ def _computes(graph: Graph, tensors: list[tuple[fx.Node, Place]], cut: list[tupl
     return False
 
 
-def _replay(graph: Graph, node: fx.Node, place: Place, made: dict[fx.Node, fx.Node], sizes: tuple[fx.Node, ...]) -> fx.Node:
+def _replay(
+    graph: Graph, node: fx.Node, place: Place, made: dict[fx.Node, fx.Node], sizes: tuple[fx.Node, ...]
+) -> fx.Node:
     """The nodes between the cut and a cached tensor again, on all tokens instead of the new ones."""
     if node in made:
         return made[node]

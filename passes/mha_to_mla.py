@@ -52,11 +52,12 @@ class MhaToMla(Pass):
     summary: ClassVar[str] = "MHA/GQA to latent K and V: exact where the algebra allows, else low rank with calibration"
     before: ClassVar[tuple[str, ...]] = ("mla-mm-split", "latent-cache", "mla-absorb")
     math: ClassVar[str] = (
-        "Exact: without rotation on K the layer's input is the latent, d_c = min(D, 2 n_kv d_h); with partial rotary it "
-        "is the input and the rotated features; with full rotary [K | V] itself is the latent, d_c = 2 n_kv d_h, which "
-        "saves nothing. Low rank (rank = d_c and rope_dim = d_r, elements per token and layer): the rotary pairs that "
-        "would lose most (energy times the mean of 1 - cos(theta d) over distances d) keep their rotation, the other key features lose it and share a latent with V: balanced joint "
-        "PCA of [K_nope / alpha | V] on calibration outputs. Approximate: needs calibration, and the error is reported."
+        "Exact: without rotation on K the layer's input is the latent, d_c = min(D, 2 n_kv d_h); with partial rotary "
+        "it is the input and the rotated features; with full rotary [K | V] itself is the latent, d_c = 2 n_kv d_h, "
+        "which saves nothing. Low rank (rank = d_c and rope_dim = d_r, elements per token and layer): the rotary pairs "
+        "that would lose most (energy times the mean of 1 - cos(theta d) over distances d) keep their rotation, the "
+        "other key features lose it and share a latent with V: balanced joint PCA of [K_nope / alpha | V] on "
+        "calibration outputs. Approximate: needs calibration, and the error is reported."
     )
 
     @property
@@ -74,7 +75,9 @@ class MhaToMla(Pass):
                 f"pass {self.name}: method=exact takes no rank or rope_dim", remedy="leave them out, or use method=pca"
             )
         if self.wants_statistics and self.rank is None:
-            raise PipelineError(f"pass {self.name}: method=pca needs rank", remedy="give rank=..., the latent's width d_c")
+            raise PipelineError(
+                f"pass {self.name}: method=pca needs rank", remedy="give rank=..., the latent's width d_c"
+            )
         if self.rank is None and self.rope_dim is not None:
             raise PipelineError(f"pass {self.name}: rope_dim without rank", remedy="give rank=... as well")
         if not self.balance and not self.wants_statistics:
@@ -125,7 +128,9 @@ class MhaToMla(Pass):
                 rule = "partial-rotary" if key.other else "input-is-latent"
                 fused = not key.other and _is_fused(graph, found, key, value)
                 facts |= {"d_c": inner, "d_r": rotated, "fused": fused}
-                note = f"the layer's input ({inner}) is the latent" + (f", {rotated} rotated key features beside it" if rotated else "")
+                note = f"the layer's input ({inner}) is the latent" + (
+                    f", {rotated} rotated key features beside it" if rotated else ""
+                )
                 return Site(module, rule, node.name, facts, f"{both} -> {inner + rotated} elements per token: {note}")
         facts |= {"d_c": both, "d_r": 0, "fused": False}
         return Site(
@@ -148,7 +153,8 @@ class MhaToMla(Pass):
         query, key, value = parts
         if not context.own_parameters:
             return Refusal(
-                module, "new-parameters", "the low-rank form needs new Parameters, and an optimiser may hold the old ones",
+                module, "new-parameters",
+                "the low-rank form needs new Parameters, and an optimiser may hold the old ones",
                 "use latentscan.wrap(model, ...) before the optimiser is built",
             )  # fmt: skip
         kv_heads, width = (int(s) for s in key.rows.shape)
@@ -221,13 +227,19 @@ class MhaToMla(Pass):
         for target in recipe.targets:
             part, kind = target.rsplit("latentscan_", 1)[1].rsplit("_", 1)
             values.append(like.new_empty(sizes[part] if kind == "weight" else sizes[part][:1]))
-        new = dict(zip((t.rsplit("latentscan_", 1)[1] for t in recipe.targets), graph.add_weights(recipe, values), strict=True))
+        new = dict(
+            zip((t.rsplit("latentscan_", 1)[1] for t in recipe.targets), graph.add_weights(recipe, values), strict=True)
+        )
         with graph.before(found.key, self.name):
             x = key.linear.x
             latent = graph.call(F.linear, x, new["kv_down_weight"])
             k_plain = graph.call(F.linear, latent, new["k_up_weight"], new.get("k_up_bias"))
-            v = _heads(graph, graph.call(F.linear, latent, new["v_up_weight"], new.get("v_up_bias")), kv_heads, value_width)
-            k_rot = _heads(graph, graph.call(F.linear, x, new["k_rope_weight"], new.get("k_rope_bias")), kv_heads, len(rotated))
+            v = _heads(
+                graph, graph.call(F.linear, latent, new["v_up_weight"], new.get("v_up_bias")), kv_heads, value_width
+            )
+            k_rot = _heads(
+                graph, graph.call(F.linear, x, new["k_rope_weight"], new.get("k_rope_bias")), kv_heads, len(rotated)
+            )
             cos, sin = (graph.call(operator.getitem, t, (Ellipsis, _index(rotated))) for t in found.key_rope.args[1:3])
             options = dict(found.key_rope.kwargs)
             k_rot = graph.call(ROPE, k_rot, cos, sin, **options)
@@ -238,7 +250,9 @@ class MhaToMla(Pass):
                 before_rope = _heads(graph, graph.call(F.linear, x, new["q_weight"], new.get("q_bias")), heads, width)
             q_plain = graph.call(operator.getitem, before_rope, (Ellipsis, _index(plain)))
             q_rot = graph.call(operator.getitem, before_rope, (Ellipsis, _index(rotated)))
-            q_cos, q_sin = (graph.call(operator.getitem, t, (Ellipsis, _index(rotated))) for t in found.query_rope.args[1:3])
+            q_cos, q_sin = (
+                graph.call(operator.getitem, t, (Ellipsis, _index(rotated))) for t in found.query_rope.args[1:3]
+            )
             q_rot = graph.call(ROPE, q_rot, q_cos, q_sin, **dict(found.query_rope.kwargs))
             q = graph.call(torch.cat, [q_plain, q_rot], dim=-1)
         found.node.replace_input_with(found.query, q)
@@ -256,7 +270,7 @@ class MhaToMla(Pass):
         sources: list[str] = []
         where: dict[str, tuple[int, int | None, bool]] = {}
         for part, linear in maps.items() if not has_query else {**maps, "q": query.linear}.items():
-            index = []
+            index: list[int | None] = []
             for node in (linear.weight, linear.bias):
                 weight = graph.weight(node)
                 if weight is None:
@@ -277,7 +291,9 @@ class MhaToMla(Pass):
 
         def function(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             if statistics is None:
-                raise PipelineError("the low-rank form needs calibration", where=site.module, remedy="give calibration=")
+                raise PipelineError(
+                    "the low-rank form needs calibration", where=site.module, remedy="give calibration="
+                )
 
             def weight(part: str) -> torch.Tensor:
                 w = given[where[part][0]]
@@ -341,9 +357,12 @@ def _rotary_parts(graph: Graph, found: Found, module: str) -> tuple[Operand, Ope
         )  # fmt: skip
     layout, dim = found.key_rope.kwargs["layout"], found.key_rope.kwargs.get("unsqueeze_dim", 1)
     if layout != "half" or dim != 1 or dict(found.key_rope.kwargs) != dict(found.query_rope.kwargs):
-        return Refusal(module, "rope-layout", f"rotation layout {layout!r}, unsqueeze_dim {dim}", "not served yet: use exact")
+        return Refusal(
+            module, "rope-layout", f"rotation layout {layout!r}, unsqueeze_dim {dim}", "not served yet: use exact"
+        )
     query, key, value = (
-        operand(graph, n) for n in (found.query_rope.args[0], found.key_rope.args[0], found.value)  # type: ignore[arg-type]
+        operand(graph, n)
+        for n in (found.query_rope.args[0], found.key_rope.args[0], found.value)  # type: ignore[arg-type]
     )
     for label, part in (("query", query), ("key", key), ("value", value)):
         if part.linear is None or part.other:
@@ -352,13 +371,16 @@ def _rotary_parts(graph: Graph, found: Found, module: str) -> tuple[Operand, Ope
             rule = "qk-norm" if normed and label != "value" else f"{label}-not-linear"
             why = ": a norm on queries or keys is not linear" if normed else ""
             return Refusal(
-                module, rule, f"the {label} before rotation comes from {', '.join(sorted(names))}, not from a linear map{why}",
+                module, rule,
+                f"the {label} before rotation comes from {', '.join(sorted(names))}, not from a linear map{why}",
                 "use the exact form: leave rank and rope_dim out",
             )  # fmt: skip
         if graph.weight(part.linear.weight) is None:
             return Refusal(module, "no-plain-weight", f"{label} has no plain weight", "dequantise the model first")
     if not same_latent(key.linear, value.linear):  # type: ignore[arg-type]
-        return Refusal(module, "two-inputs", "keys and values are made from different inputs", "not served yet: use exact")
+        return Refusal(
+            module, "two-inputs", "keys and values are made from different inputs", "not served yet: use exact"
+        )
     sinks, softcap = argument(found.node, "sinks"), argument(found.node, "softcap")
     if key.linear.bias is not None and (sinks is not None or softcap is not None):  # type: ignore[union-attr]
         return Refusal(module, "key-bias", "a key bias with sinks or softcap cannot leave the latent", "use exact")
@@ -366,7 +388,7 @@ def _rotary_parts(graph: Graph, found: Found, module: str) -> tuple[Operand, Ope
 
 
 def frequencies_of(graph: Graph, found: Found) -> torch.Tensor | None:
-    """Radians per token of each rotary pair, read from the buffer that the cosine table is made from; None if unknown."""
+    """Radians per token of each rotary pair, from the buffer that the cosine table is made of; None if unknown."""
     rope = found.key_rope
     assert rope is not None
     pairs = int(graph.shape(rope.args[1])[-1]) // 2  # type: ignore[arg-type]
@@ -524,7 +546,9 @@ def _unfuse(graph: Graph, found: Found, name: str) -> None:
     recipe = Recipe(tuple(w.path for w in weights), targets, name, module, function, inverse)  # type: ignore[union-attr]
     inner = graph.shape(linear.weight)[0 if linear.transposed else 1]
     values = [
-        graph.value(s).new_empty((r.numel(), inner) if i == 0 else (r.numel(),)) for i, s in enumerate(sources) for r in rows
+        graph.value(s).new_empty((r.numel(), inner) if i == 0 else (r.numel(),))
+        for i, s in enumerate(sources)
+        for r in rows
     ]
     nodes = graph.add_weights(recipe, values)
     from latentscan.ir.mla import latent_source

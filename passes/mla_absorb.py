@@ -242,7 +242,7 @@ def _rope_key(key: Operand) -> fx.Node:
 
 def _per_head(graph: Graph, x: fx.Node, weight: fx.Node, order: str, heads: int, kv_heads: int) -> fx.Node:
     """x [B, heads, S, i] times weight [kv_heads, n, c], over n ("nc") or over c ("cn") -> [B, heads, S, o]."""
-    inner, outer = order
+    inner, outer = order[0], order[1]
     if heads == kv_heads:
         return graph.call(torch.einsum, f"bhs{inner},hnc->bhs{outer}", x, weight)
     x = graph.method("unflatten", x, 1, (kv_heads, heads // kv_heads))

@@ -39,9 +39,9 @@ class MlaMmSplit(Pass):
     summary: ClassVar[str] = "fused up-projections become one contiguous matmul per consumer"
     math: ClassVar[str] = (
         "Rows of q_b are per head [nope|rope], of kv_b per head [k_nope|v]. The rows are taken apart per head into one "
-        "weight per consumer, so that no consumer reads a strided view of a fused result. The new weights hold the same "
-        "numbers; the old one is released where latentscan owns the parameters. Biases are split along. A projection "
-        "whose parts are whole blocks of rows (fused qkv) is not an up-projection of this kind and is refused."
+        "weight per consumer, so that no consumer reads a strided view of a fused result. The new weights hold the "
+        "same numbers; the old one is released where latentscan owns the parameters. Biases are split along. A "
+        "projection whose parts are whole blocks of rows (fused qkv) is not an up-projection of this kind and is refused."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
@@ -82,7 +82,7 @@ class MlaMmSplit(Pass):
             return Refusal(
                 module,
                 "whole-blocks",
-                f"its parts are whole blocks of rows, {sizes}: the fused matmul already gives contiguous parts per block",
+                f"its parts are whole blocks of rows, {sizes}, which the fused matmul gives side by side",
                 "leave it fused",
             )
         facts = {"rows": int(graph.shape(linear.weight)[1 if linear.transposed else 0]), "parts": len(pieces)}
@@ -134,7 +134,9 @@ def _linears_above(graph: Graph, node: fx.Node) -> list[Linear]:
         if linear is not None:
             found.append(linear)
         elif is_layout(current):
-            stack.extend(n for n in current.all_input_nodes if isinstance(n.meta.get(VALUE), (torch.Tensor, tuple, list)))
+            stack.extend(
+                n for n in current.all_input_nodes if isinstance(n.meta.get(VALUE), (torch.Tensor, tuple, list))
+            )
         elif current.op == "call_function" and current.target is ROPE.op:
             stack.append(current.args[0])  # type: ignore[arg-type]
         elif getattr(current.target, "_opname", "") == "cache_append":
@@ -157,7 +159,11 @@ def _pieces(graph: Graph, linear: Linear) -> list[Piece]:
         for user in current.users:
             if user.target in (torch.split, torch.functional.split, torch.chunk) or user.target in ("split", "chunk"):
                 splits.append(user)
-            elif is_layout(user) and user.op == "call_method" and user.target in ("view", "reshape", "transpose", "unflatten"):
+            elif (
+                is_layout(user)
+                and user.op == "call_method"
+                and user.target in ("view", "reshape", "transpose", "unflatten")
+            ):
                 stack.append(user)
             elif user.op == "call_function" and user.target is operator.getitem and is_layout(user):
                 raise LayoutError(f"{user.name} slices the result instead of splitting it")

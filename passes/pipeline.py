@@ -100,7 +100,9 @@ def check_order(passes: Sequence[Pass]) -> None:
         declared.add_edges_from((p.name, o) for o in p.before if o in names)
     if not nx.is_directed_acyclic_graph(declared):
         cycle = " -> ".join(a for a, _ in nx.find_cycle(declared))
-        raise PipelineError(f"the passes' declared order is a cycle: {cycle}", remedy="one of the declarations is wrong")
+        raise PipelineError(
+            f"the passes' declared order is a cycle: {cycle}", remedy="one of the declarations is wrong"
+        )
     at = {name: i for i, name in enumerate(names)}
     for first, second in declared.edges:
         if at[first] > at[second]:
@@ -277,7 +279,7 @@ def apply_pass(graph: Graph, current: Pass, record: PassRecord, context: Context
 
 
 def check_facts(current: Pass, record: PassRecord, context: Context, cached: bool) -> None:
-    """Every graph of one model must come to the same facts at the same module, and rewrite what has lost its weights."""
+    """Every graph of one model comes to the same facts at the same module, and rewrites what has lost its weights."""
     at = {site.module for site in record.sites}
     required = set(context.required)
     if current.phases == "cached" and cached:  # every graph must store the same form

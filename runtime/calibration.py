@@ -93,7 +93,8 @@ def token_batches(model: torch.nn.Module, calibration: Any, *, length: int = 512
     """Calibration data as batches of token ids on the model's device."""
     if calibration is None:
         raise PipelineError(
-            "the pipeline needs calibration data", remedy="give calibration=<text file, list of strings or token tensor>"
+            "the pipeline needs calibration data",
+            remedy="give calibration=<text file, list of strings or token tensor>",
         )
     device = next(model.parameters()).device
     if isinstance(calibration, torch.Tensor):
@@ -106,14 +107,18 @@ def token_batches(model: torch.nn.Module, calibration: Any, *, length: int = 512
         top = int(tokens.max())
         size = model.get_input_embeddings().weight.shape[0]
         if top >= size or int(tokens.min()) < 0:
-            raise PipelineError(f"calibration holds token {top}, the vocabulary has {size}", remedy="use its own tokenizer")
+            raise PipelineError(
+                f"calibration holds token {top}, the vocabulary has {size}", remedy="use its own tokenizer"
+            )
         return [t.to(device) for t in tokens.split(rows)]
     if isinstance(calibration, (str, os.PathLike)):
         try:
             with open(calibration, encoding="utf-8") as file:
                 texts = [file.read()]
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot be read: {error}", where=str(calibration), remedy="give a UTF-8 text file") from None
+            raise CheckpointError(
+                f"cannot be read: {error}", where=str(calibration), remedy="give a UTF-8 text file"
+            ) from None
     elif isinstance(calibration, Sequence) and all(isinstance(t, str) for t in calibration):
         texts = list(calibration)
     else:
@@ -136,7 +141,7 @@ def _tokenizer(model: torch.nn.Module) -> Any:
     name = getattr(model.config, "_name_or_path", "")
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the library raises many types for a missing tokenizer
         raise PipelineError(
             f"no tokenizer is found at {name!r} ({type(error).__name__})", remedy="give calibration as a token tensor"
         ) from None

@@ -39,7 +39,8 @@ class Options:
         for name in given or {}:
             if name not in known:
                 raise PipelineError(
-                    f"there is no option {name!r}", remedy=f"the options are {', '.join(sorted(known))}{nearest(name, known)}"
+                    f"there is no option {name!r}",
+                    remedy=f"the options are {', '.join(sorted(known))}{nearest(name, known)}",
                 )
         made = cls(**(given or {}))
         made.validate()
@@ -47,13 +48,17 @@ class Options:
 
     def validate(self) -> None:
         if not isinstance(self.pipeline, str):
-            raise PipelineError(f"pipeline is a {type(self.pipeline).__name__}, not text", remedy="write pass{option=value},pass")
+            raise PipelineError(
+                f"pipeline is a {type(self.pipeline).__name__}, not text", remedy="write pass{option=value},pass"
+            )
         inductor = {True: "on", False: "off"}.get(self.inductor, self.inductor)  # type: ignore[call-overload]
         if inductor not in ("auto", "on", "off"):
             raise PipelineError(f"inductor={self.inductor!r} is not one of auto, on, off", remedy="use one of these")
         object.__setattr__(self, "inductor", inductor)
         if not isinstance(self.check, (bool, dict)):
-            raise PipelineError(f"check={self.check!r} is neither a bool nor a dict", remedy="give True, False or tolerances")
+            raise PipelineError(
+                f"check={self.check!r} is neither a bool nor a dict", remedy="give True, False or tolerances"
+            )
         if self.mesh is not None:
             raise PipelineError("mesh is not served yet", remedy="leave it out: parallel passes are not built")
         from latentscan.lowering.select import resolve_target

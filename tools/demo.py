@@ -15,7 +15,7 @@ from typing import Any
 DUMP = "demo-dump"
 CANONICAL = "mha-to-mla,latent-cache"
 LOW_RANK = "mha-to-mla{rank=96,rope_dim=96},latent-cache,mla-absorb"
-LENGTH, CALIBRATION_ROWS, HELD_OUT_ROWS = 256, 16, 4
+LENGTH, CALIBRATION_ROWS, HELD_OUT_ROWS = 256, 12, 4
 
 
 def quiet() -> None:
@@ -110,8 +110,8 @@ def smollm2(console: Any) -> dict[str, Any]:
             "nll": nll(model, measured), "cache_bytes_per_token": held_per_token(cache, 1), "text": text,
         }  # fmt: skip
         console.print(
-            f"[bold]{name}[/]: NLL {found[name]['nll']:.6f}, {found[name]['cache_bytes_per_token']:.0f} bytes of cache per "
-            f"token, greedy: {text!r}", highlight=False,
+            f"[bold]{name}[/]: NLL {found[name]['nll']:.6f}, {found[name]['cache_bytes_per_token']:.0f} bytes of cache "
+            f"per token, greedy: {text!r}", highlight=False,
         )  # fmt: skip
         return sequence
 
@@ -160,7 +160,10 @@ def small(console: Any, family: str, pipeline: str) -> dict[str, Any]:
     }
     console.print(pass_table(model.report.passes, f"tiny {family}: {pipeline or 'canonical ops only'}"))
     ops = ", ".join(f"{n} {name}" for name, n in sorted(found["canonical_ops"].items()))
-    console.print(f"tokens identical: {found['tokens_identical']}, cache bytes per token {found['cache_bytes_per_token']}, {ops}\n")
+    console.print(
+        f"tokens identical: {found['tokens_identical']}, "
+        f"cache bytes per token {found['cache_bytes_per_token']}, {ops}\n"
+    )
     return found
 
 

@@ -33,9 +33,7 @@ def register() -> None:
     from transformers.integrations import sdpa_attention
 
     substitute(masking_utils.create_causal_mask, lambda original: _mask_function(original, sliding=False))
-    substitute(
-        masking_utils.create_sliding_window_causal_mask, lambda original: _mask_function(original, sliding=True)
-    )
+    substitute(masking_utils.create_sliding_window_causal_mask, lambda original: _mask_function(original, sliding=True))
     substitute(sdpa_attention.sdpa_attention_forward, _sdpa_function)
     for name in [n for n in sys.modules if n.startswith("transformers.models.") and ".modeling_" in n]:
         register_model_file(sys.modules[name])
@@ -175,7 +173,15 @@ def _sdpa_function(original: Callable[..., Any]) -> Callable[..., Any]:
             if position_bias is not None:
                 kwargs["position_bias"] = position_bias
             return original(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                is_causal=is_causal,
+                **kwargs,
             )
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         # Without a mask the library is causal from the top left, and only for more than one query.
@@ -202,9 +208,7 @@ def _eager_function(original: Callable[..., Any]) -> Callable[..., Any]:
         if not ours:
             if softcap is not None:
                 kwargs["softcap"] = softcap
-            return original(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-            )
+            return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         out = torch.ops.latentscan.attention.default(
             query, key, value, attention_mask, kind="full", scale=scale, softcap=softcap

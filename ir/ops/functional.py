@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from latentscan.ir.ops import attention as _attention  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401
-
-Tensor = torch.Tensor
-
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, padding: Tensor | None = None,

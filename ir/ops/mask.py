@@ -23,5 +23,9 @@ packing_mask = define(
     reference=_reference,
     fake=_fake,
     cost=_cost,
-    axes={"mask": ("batch", "one", "seq", "keys"), "positions": ("batch", "seq"), "out": ("batch", "one", "seq", "keys")},
+    axes={
+        "mask": ("batch", "one", "seq", "keys"),
+        "positions": ("batch", "seq"),
+        "out": ("batch", "one", "seq", "keys"),
+    },
 )

