@@ -41,7 +41,7 @@ class MlaMmSplit(Pass):
         "Rows of q_b are per head [nope|rope], of kv_b per head [k_nope|v]. The rows are taken apart per head into one "
         "weight per consumer, so that no consumer reads a strided view of a fused result. The new weights hold the "
         "same numbers; the old one is released where latentscan owns the parameters. Biases are split along. A "
-        "projection whose parts are whole blocks of rows (fused qkv) is not an up-projection of this kind and is refused."
+        "projection whose parts are whole blocks of rows (fused qkv) is no up-projection of this kind and is refused."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:

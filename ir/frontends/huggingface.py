@@ -7,6 +7,7 @@ none is left alone; Dynamo then traces it as it is.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import types
@@ -22,7 +23,7 @@ from latentscan.ir.ops import rope as _rope  # noqa: F401
 from latentscan.kernels.reference.rope import rope as reference_rope
 
 _SCANNED: set[str] = set()
-ROPE_LAYOUTS = ("half", "interleaved-to-half", "interleaved")
+ROPE_LAYOUTS: tuple[Any, ...] = ("half", "interleaved-to-half", "interleaved")
 
 
 def register() -> None:
@@ -50,7 +51,7 @@ def register_model_file(module: types.ModuleType) -> None:
         if name.startswith("apply_rotary"):
             layout = rotary_layout(function)
             if layout is not None:
-                substitute(function, lambda original, layout=layout: _rotary_function(original, layout))
+                substitute(function, functools.partial(_rotary_function, layout=layout))
         elif name == "eager_attention_forward" and eager_is_plain(function):
             substitute(function, _eager_function)
 

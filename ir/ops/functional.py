@@ -13,6 +13,7 @@ from torch import Tensor
 from latentscan.ir.ops import attention as _attention  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401
 
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, padding: Tensor | None = None,
     sinks: Tensor | None = None, cu_seqlens: Tensor | None = None, kind: str = "causal", window: int | None = None,
