@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from latentscan.ir.graph import VALUE, Graph
-from latentscan.ir.sizes import expression
+from latentscan.ir.sizes import expression, is_static
 
 _METHODS = {
     "view", "reshape", "transpose", "permute", "contiguous", "expand", "flatten", "unflatten", "squeeze", "unsqueeze",
@@ -54,7 +54,8 @@ def is_layout(node: fx.Node) -> bool:
         source = node.args[0]
         if not isinstance(source.meta.get(VALUE), torch.Tensor):  # an item of a tuple: as its producer
             return is_layout(source)
-        return not any(isinstance(i, fx.Node) and isinstance(i.meta.get(VALUE), torch.Tensor) for i in _flat(node.args[1]))
+        nodes = [i for i in _flat(node.args[1]) if isinstance(i, fx.Node)]
+        return not any(isinstance(n.meta.get(VALUE), torch.Tensor) for n in nodes)
     return node.target in _FUNCTIONS
 
 
@@ -186,6 +187,8 @@ def trace(graph: Graph, node: fx.Node, *, batch_dim: int, seq_dim: int, feature_
             if d in token_dims:
                 if bool((coordinates[d] != 0).any()):
                     raise LayoutError(f"{leaf.name} gives a token features of another token")
+            elif not is_static(graph.shape(leaf)[d]):
+                raise LayoutError(f"only some tokens or rows of {leaf.name} are read")
             else:
                 flat = flat * shape[d] + coordinates[d]
         feature[mine] = flat
@@ -195,26 +198,31 @@ def trace(graph: Graph, node: fx.Node, *, batch_dim: int, seq_dim: int, feature_
 
 
 def _token_dims(local: torch.Tensor, mine: torch.Tensor, shape: list[int]) -> set[int]:
-    """Dimensions of a source that batch and sequence move along; the shift must be the same for every feature."""
+    """Dimensions of a source that batch and sequence move along.
+
+    Raises LayoutError unless token (b, s) of the operand takes every feature from token (b, s) of the source, or from
+    the one token there is along a dimension of size 1.
+    """
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    found: set[int] = set()
-    for axis in (0, 1):
-        if local.shape[axis] == 1:
-            continue
-        steps = (local.narrow(axis, 1, local.shape[axis] - 1) - local.narrow(axis, 0, local.shape[axis] - 1))[..., mine]
-        if steps.numel() == 0:
-            continue
-        if not bool((steps == steps.flatten()[0]).all()):
+    counts = (local.shape[0], local.shape[1])
+    moves: list[int] = []
+    for axis, count in enumerate(counts):
+        steps = (local.narrow(axis, 1, count - 1) - local.narrow(axis, 0, count - 1))[..., mine]
+        if steps.numel() and not bool((steps == steps.flatten()[0]).all()):
             raise LayoutError("tokens do not move through the source in even steps")
-        step = int(steps.flatten()[0])
-        if step == 0:
-            continue  # broadcast over this axis
-        fits = [d for d in range(len(shape)) if strides[d] == step and shape[d] > 1]
-        if not fits:  # batch and sequence flattened into one dimension of the source
-            fits = [d for d in range(len(shape)) if step % strides[d] == 0 and step < strides[d] * shape[d]]
+        moves.append(int(steps.flatten()[0]) if steps.numel() else 0)
+    along = [d for d in range(len(shape)) if shape[d] == math.prod(counts)]
+    flat = [d for d in along if moves == [counts[1] * strides[d], strides[d]]]
+    if flat:  # batch and sequence flattened into one dimension of the source
+        return {flat[0]}
+    found: set[int] = set()
+    for move, count in zip(moves, counts, strict=True):
+        if move == 0:
+            continue  # one token, or broadcast over this axis
+        fits = [d for d in range(len(shape)) if strides[d] == move and shape[d] == count]
         if not fits:
-            raise LayoutError("tokens do not move along one dimension of the source")
-        found.add(fits[-1])
+            raise LayoutError("tokens do not move along one whole dimension of the source")
+        found.add(fits[0])
     return found
 
 
@@ -250,7 +258,7 @@ def _layout_ancestors(node: fx.Node) -> list[fx.Node]:
 
 
 def strip_layout(node: fx.Node) -> fx.Node:
-    """The value before reshapes that keep the order of elements (``view``, ``reshape``, ``contiguous`` and the like)."""
+    """The value before reshapes that keep the order of elements (``view``, ``contiguous`` and the like)."""
     keeps = {"view", "reshape", "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze", "clone"}
     while node.op == "call_method" and (node.target in keeps or (node.target in _CASTS and is_layout(node))):
         node = node.args[0]  # type: ignore[assignment]

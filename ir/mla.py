@@ -43,6 +43,8 @@ def operand(graph: Graph, node: fx.Node) -> Operand:
         if found is not None:
             if linear is not None:
                 raise LayoutError(f"features come from two linear maps, {linear.node.name} and {source.name}")
+            if features.widths[index] != int(graph.shape(found.weight)[1 if found.transposed else 0]):
+                raise LayoutError(f"the features of {source.name} cannot be told from its tokens")
             linear, columns = found, features.columns(index)
     other = [i for i in range(width) if i not in set(columns)]
     return Operand(linear, features.feature[:, columns], columns, other, features)

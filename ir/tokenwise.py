@@ -1,4 +1,4 @@
-"""Nodes that work on each token alone: where batch and sequence lie in their inputs, and how to run them on more tokens.
+"""Nodes that work on each token alone: where tokens lie in their inputs, and how to run them on more tokens.
 
 A *place* is (batch dimension, sequence dimension) of a value; both are the same number where they are flattened.
 """
@@ -57,8 +57,13 @@ def regroup(before: tuple[int, ...], after: tuple[int, ...], place: Place) -> Pl
         ((i, j) for i in candidates[0] for j in candidates[1]),
         key=lambda p: (p[0] == p[1], (p[0] < p[1]) != forward, abs(p[0] - place[0]) + abs(p[1] - place[1])),
     )
-    if first == second and before[first] != after[place[0]] * after[place[1]]:
-        raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} merges tokens with features")
+    counts = after[place[0]], after[place[1]]
+    if first != second:
+        whole = (before[first], before[second]) == counts
+    else:  # flattened means batch outside: token (b, s) is number b S + s
+        whole = before[first] == counts[0] * counts[1] and (forward or 1 in counts)
+    if not whole:
+        raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} merges tokens with features or rows")
     return first, second
 
 
@@ -96,7 +101,7 @@ def input_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.Node, Pla
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         if dim % len(graph.shape(node)) in place:
             raise NotTokenwise(f"{node.name} joins tokens")
-        return {part: place for part in source}
+        return dict.fromkeys(source, place)
     if not isinstance(source, fx.Node):
         raise NotTokenwise(f"{node.name} has no single input")
     value = graph.value(source)
