@@ -183,15 +183,20 @@ def canonical_sdpa(graph: Graph) -> None:
         if given.get("dropout_p", 0.0) != 0.0 or not all(len(graph.shape(x)) == 4 for x in (query, key, value)):
             continue
         q_heads, k_heads = graph.shape(query)[1], graph.shape(key)[1]
-        if not isinstance(q_heads, int) or q_heads % k_heads or (q_heads != k_heads and not given.get("enable_gqa")):
-            continue
+        if not same(q_heads, k_heads):
+            grouped = isinstance(q_heads, int) and isinstance(k_heads, int) and q_heads % k_heads == 0
+            if not (grouped and given.get("enable_gqa")):
+                continue
         if causal and not same(graph.shape(query)[2], graph.shape(key)[2]):
             continue  # the library aligns the triangle at the top left; ours is at the bottom right
         if not isinstance(causal, bool):
             continue
         scale = given.get("scale")
         if scale is None:
-            scale = graph.shape(query)[-1] ** -0.5
+            width = graph.shape(query)[-1]
+            if not isinstance(width, int):
+                continue  # the scale would be a number that is known only at run time
+            scale = width**-0.5
         with graph.before(node, "normalize"):
             new = graph.call(ATTENTION, query, key, value, mask, kind="causal" if causal else "full", scale=scale)
         node.replace_all_uses_with(new)

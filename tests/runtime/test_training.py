@@ -14,7 +14,7 @@ from latentscan.runtime import executable
 from latentscan.runtime.door import session_of
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
-from latentscan.tests.runtime.helpers import distance, original_gradients, pair, tokens, worst_gradient
+from latentscan.tests.runtime.helpers import NO_DROPOUT, distance, original_gradients, pair, tokens, worst_gradient
 
 SPLIT = "mla-mm-split,mla-absorb"
 
@@ -112,7 +112,7 @@ def saved_bytes(model: Any, length: int = 40) -> int:
 )
 def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(family, pipeline):
     plain, eager = pair(family, pipeline)
-    model = build(family, **({} if family != "gpt2" else {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}))
+    model = build(family, **NO_DROPOUT.get(family, {}))
     for m in (model, plain, eager):
         m.train()
     for m in (model, eager):
