@@ -25,6 +25,7 @@ class _Method:
 
     def __init__(self, session: Session) -> None:
         self.session = session
+        self.model = session.model  # a cycle on purpose: wrap(model).generate(...) in one expression keeps the model
 
 
 class Forward(_Method):
@@ -36,6 +37,13 @@ class Forward(_Method):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.session.model
+        ids = args[0] if args else kwargs.get("input_ids")
+        if isinstance(ids, torch.Tensor) and ids.numel() == 0:
+            raise RefusedError(
+                f"the prompt is empty: input_ids has shape {list(ids.shape)}",
+                where=type(model).__name__,
+                remedy="give at least one token, such as the beginning-of-sequence token",
+            )
         if not torch.is_grad_enabled() and not model.training:
             self._give_cache(model, args, kwargs)
         return self.session.call(*args, **kwargs)

@@ -9,9 +9,11 @@ import pytest
 import sympy
 import torch
 
-from latentscan.ir.errors import CacheError
+from latentscan.ir.errors import CacheError, RefusedError
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import session_of
+from latentscan.runtime.wrap import wrap
+from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import distance, pair, tokens
 
 # One family of each kind: latent attention, learned positions, rotary GQA, sliding windows, a hybrid.
@@ -170,3 +172,14 @@ def test_two_models_do_not_share_caches():
         model(tokens(2, 9), use_cache=True, **{name: cache})
         with pytest.raises(CacheError, match="holds"):
             other(tokens(2, 1), use_cache=True, **{name: cache})
+
+
+def test_an_empty_prompt_is_refused():
+    model = wrap(build("llama").eval(), "")
+    for call in (model, model.generate):
+        with pytest.raises(RefusedError, match=r"the prompt is empty: input_ids has shape \[1, 0\]"):
+            call(torch.zeros(1, 0, dtype=torch.long))
+
+
+def test_a_model_that_only_the_chain_of_calls_holds_stays():
+    assert wrap(build("llama").eval(), "").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
