@@ -13,7 +13,7 @@ from torch import fx
 from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import LayoutError, Linear, as_slice, linear_of
-from latentscan.ir.mla import Operand, argument, attentions, operand, same_latent
+from latentscan.ir.mla import Operand, argument, attentions, latent_node, latent_source, operand, same_latent
 from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
@@ -127,6 +127,8 @@ class MhaToMla(Pass):
             if inner + rotated < both and not value.other:
                 rule = "partial-rotary" if key.other else "input-is-latent"
                 fused = not key.other and _is_fused(graph, found, key, value)
+                if fused:
+                    latent_source(graph, key.linear.x)  # it will be projected again
                 facts |= {"d_c": inner, "d_r": rotated, "fused": fused}
                 note = f"the layer's input ({inner}) is the latent" + (
                     f", {rotated} rotated key features beside it" if rotated else ""
@@ -157,6 +159,7 @@ class MhaToMla(Pass):
                 "the low-rank form needs new Parameters, and an optimiser may hold the old ones",
                 "use latentscan.wrap(model, ...) before the optimiser is built",
             )  # fmt: skip
+        latent_source(graph, key.linear.x)  # type: ignore[union-attr]
         kv_heads, width = (int(s) for s in key.rows.shape)
         value_width = int(value.rows.shape[1])
         inner = int(graph.shape(key.linear.x)[-1])  # type: ignore[union-attr]
@@ -231,7 +234,7 @@ class MhaToMla(Pass):
             zip((t.rsplit("latentscan_", 1)[1] for t in recipe.targets), graph.add_weights(recipe, values), strict=True)
         )
         with graph.before(found.key, self.name):
-            x = key.linear.x
+            x = latent_node(graph, key.linear.x)
             latent = graph.call(F.linear, x, new["kv_down_weight"])
             k_plain = graph.call(F.linear, latent, new["k_up_weight"], new.get("k_up_bias"))
             v = _heads(
@@ -551,11 +554,9 @@ def _unfuse(graph: Graph, found: Found, name: str) -> None:
         for r in rows
     ]
     nodes = graph.add_weights(recipe, values)
-    from latentscan.ir.mla import latent_source
-
-    x = latent_source(graph, linear.x)
     made = []
     with graph.before(found.key, name):
+        x = latent_node(graph, linear.x)
         for index, part in enumerate(parts.values()):
             bias = nodes[3 + index] if linear.bias is not None else None
             made.append(_heads(graph, graph.call(F.linear, x, nodes[index], bias), *(int(s) for s in part.rows.shape)))

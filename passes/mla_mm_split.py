@@ -13,7 +13,7 @@ from torch import fx
 
 from latentscan.ir.graph import VALUE, Graph, module_path
 from latentscan.ir.layout import LayoutError, Linear, is_layout, linear_of, trace
-from latentscan.ir.mla import attention_like
+from latentscan.ir.mla import attention_like, latent_source
 from latentscan.ir.ops.rope import ROPE
 from latentscan.ir.sizes import numbers
 from latentscan.ir.weights import Recipe
@@ -112,9 +112,9 @@ class MlaMmSplit(Pass):
             bias = nodes[len(rows) + index] if linear.bias is not None else None
             shape = graph.value(piece.node).shape
             with graph.after(linear.node, self.name):
-                made = graph.call(F.linear, linear.x, nodes[index], bias)
+                made = graph.call(F.linear, latent_source(graph, linear.x), nodes[index], bias)
                 heads, width = int(shape[1]), int(shape[3])
-                # [B, S, heads * width] (or with a leading one) -> [B, heads, S, width] as the piece was
+                # [B, S, heads * width] (or [B, 1, S, ...]) -> [B, heads, S, width] as the piece was
                 if len(graph.shape(made)) == 4:
                     made = graph.method("squeeze", made, 1)
                 made = graph.method("unflatten", made, -1, (heads, width))
@@ -147,8 +147,10 @@ def _linears_above(graph: Graph, node: fx.Node) -> list[Linear]:
 def _pieces(graph: Graph, linear: Linear) -> list[Piece]:
     """The parts [B, heads, S, width] into which a projection's result is split along the features of a head.
 
-    Raises LayoutError if there is no such split, or its parts do not cover all rows exactly once.
+    Raises LayoutError if there is no such split, or its parts do not cover all rows exactly once, or the projection's
+    input has its tokens in one dimension from the start.
     """
+    latent_source(graph, linear.x)
     splits: list[fx.Node] = []
     stack, seen = [linear.node], set()
     while stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ SIZES = {"b": 101, "s": 103, "t": 107, "p": 109}  # hints; they are never alloca
 
 
 class Building:
-    """A Graph in the making. Inputs and weights come first, then calls, then ``output``.
+    """A Graph in the making: inputs and weights, calls, then ``output``.
 
     Sizes given as names are symbols; a name is the same symbol everywhere. Every node says that it was traced in the
     module ``attn``.
@@ -59,7 +60,11 @@ class Building:
         return node
 
     def _placeholder(self, name: str, fake: torch.Tensor) -> fx.Node:
-        node = self.graph.graph.placeholder(name)
+        holders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        with contextlib.ExitStack() as stack:
+            if holders:
+                stack.enter_context(self.graph.graph.inserting_after(holders[-1]))
+            node = self.graph.graph.placeholder(name)
         node.meta[VALUE] = fake
         self.graph.inputs.append(node.name)
         return node
