@@ -48,11 +48,12 @@ def balanced_joint_pca(
     k, v, c = key.double(), value.double(), damped(covariance)
     alpha = 1.0
     if balance and k.shape[0]:
-        norms = [output_energy(w, c).clamp_min(0).sqrt().mean() for w in (k, v)]
+        norms = [output_energy(w.detach(), c).clamp_min(0).sqrt().mean() for w in (k, v)]
         alpha = float(norms[0] / norms[1]) if norms[1] > 0 else 1.0
         alpha = alpha if alpha > 0 else 1.0
     joint = torch.cat([k / alpha, v])
     energies, vectors = torch.linalg.eigh(joint @ c @ joint.T)
+    energies = energies.detach()
     basis = vectors[:, -rank:].flip(-1)  # [n_k + n_v, rank], largest first
     total = energies.clamp_min(0).sum()
     lost = energies[: energies.numel() - rank].clamp_min(0).sum()
