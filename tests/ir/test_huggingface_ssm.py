@@ -245,7 +245,7 @@ def test_survives_aot_autograd_with_a_cache_and_in_training(family):
     def backend(graph, example_inputs):
         return aot_eager(graph, example_inputs)
 
-    backend._latentscan_backend = True
+    setattr(backend, base.MARK, True)
     options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(ids, **options)
     reference = copy.deepcopy(model).train()

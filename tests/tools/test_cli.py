@@ -18,8 +18,9 @@ ENTRY = "import sys; from latentscan.tools.cli import main; sys.exit(main())"
 
 
 @pytest.fixture
-def command(capsys):
+def command(capsys, monkeypatch):
     """Run the command here: (status, stdout, stderr)."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist's workers may see a narrow one
 
     def run(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
