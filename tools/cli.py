@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import warnings
@@ -228,6 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = [a for a in given if a != "--debug"]
     if not debug:
         warnings.simplefilter("ignore")
+        logging.raiseExceptions = False  # torch 2.11 prints a traceback where it fails to log its own metrics
     try:
         app(given, prog_name="latentscan")
     except SystemExit as end:  # how typer ends, also after a wrong argument

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from latentscan.ir.frontends.base import substitute, traced_by_latentscan
 from latentscan.ir.ops import attention as _attention  # noqa: F401  (registers the ops)
@@ -150,6 +151,8 @@ def _mask_function(original: Callable[..., Any], *, sliding: bool) -> Callable[.
 
 
 def _sdpa_function(original: Callable[..., Any]) -> Callable[..., Any]:
+    drops_softcap = ignores_softcap(original)
+
     def sdpa_attention(
         module: Any,
         query: Any,
@@ -167,9 +170,13 @@ def _sdpa_function(original: Callable[..., Any]) -> Callable[..., Any]:
             traced_by_latentscan()
             and dropout == 0.0
             and position_bias is None
-            and kwargs.get("softcap") is None
+            and (drops_softcap or kwargs.get("softcap") is None)
             and kwargs.get("s_aux") is None
         )
+        # Without a mask the library is causal from the top left: with a cache of fixed size there are more keys than
+        # queries, and most of them are not filled yet. Ours is causal at the bottom right.
+        if ours and attention_mask is None and causal and query.shape[2] > 1:
+            ours = statically_known_true(query.shape[2] == key.shape[2])
         if not ours:
             if position_bias is not None:
                 kwargs["position_bias"] = position_bias
@@ -185,12 +192,24 @@ def _sdpa_function(original: Callable[..., Any]) -> Callable[..., Any]:
                 **kwargs,
             )
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        # Without a mask the library is causal from the top left, and only for more than one query.
         kind = "causal" if attention_mask is None and causal and query.shape[2] > 1 else "full"
         out = torch.ops.latentscan.attention.default(query, key, value, attention_mask, kind=kind, scale=scale)
         return out.transpose(1, 2).contiguous(), None
 
     return sdpa_attention
+
+
+def ignores_softcap(function: Callable[..., Any]) -> bool:
+    """Whether the library's SDPA function drops a softcap in silence (5.17 does; 5.24 raises). We then drop it too:
+    the numbers that a user has are the ones to keep."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 5, 8, generator=g) * 4 for _ in range(3))
+    module = types.SimpleNamespace(num_key_value_groups=1, training=False, head_dim=8, is_causal=True)
+    try:
+        capped, plain = (function(module, q, k, v, None, scaling=1.0, **extra)[0] for extra in ({"softcap": 1.0}, {}))
+    except Exception:  # noqa: BLE001  it refuses a softcap
+        return False
+    return torch.equal(capped, plain)
 
 
 def _eager_function(original: Callable[..., Any]) -> Callable[..., Any]:
