@@ -13,7 +13,16 @@ from torch import fx
 from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import LayoutError, Linear, as_slice, linear_of
-from latentscan.ir.mla import Operand, argument, attentions, latent_node, latent_source, operand, same_latent
+from latentscan.ir.mla import (
+    Operand,
+    argument,
+    attentions,
+    computed_weight,
+    latent_node,
+    latent_source,
+    operand,
+    same_latent,
+)
 from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
@@ -344,10 +353,18 @@ def find(graph: Graph, node: fx.Node) -> Found:
     ends = []
     for operand_node in node.args[1:3]:
         at = stored(graph, operand_node)  # type: ignore[arg-type]
-        ends.append(operand_node if at is None else at[0].args[1][at[1]])  # type: ignore[index]
+        ends.append(_added(graph, operand_node) if at is None else at[0].args[1][at[1]])  # type: ignore[index, arg-type]
     query: Any = node.args[0]
     ropes = [n if n.target is ROPE else None for n in (query, ends[0])]  # type: ignore[union-attr]
     return Found(node, query, ends[0], ends[1], *ropes)  # type: ignore[arg-type]
+
+
+def _added(graph: Graph, node: fx.Node) -> fx.Node:
+    """What a library's cache that is still empty (a training step makes one) is joined with; else the node itself."""
+    if node.target not in (torch.cat, torch.concat):
+        return node
+    full = [p for p in node.args[0] if not any(isinstance(n, int) and n == 0 for n in graph.shape(p))]  # type: ignore
+    return full[0] if len(full) == 1 else node  # type: ignore[return-value]
 
 
 def _rotary_parts(graph: Graph, found: Found, module: str) -> tuple[Operand, Operand, Operand] | Refusal:
@@ -368,6 +385,14 @@ def _rotary_parts(graph: Graph, found: Found, module: str) -> tuple[Operand, Ope
         for n in (found.query_rope.args[0], found.key_rope.args[0], found.value)  # type: ignore[arg-type]
     )
     for label, part in (("query", query), ("key", key), ("value", value)):
+        computed = computed_weight(graph, part.features)
+        if computed is not None:
+            return Refusal(
+                module,
+                "no-plain-weight",
+                f"the weight of the {label} ({computed.name}) is computed at every call (quantised?), not a parameter",
+                "dequantise the model first",
+            )
         if part.linear is None or part.other:
             names = {part.features.sources[i].name for i in part.features.used()}
             normed = any(_is_normed(part.features.sources[i]) for i in part.features.used())
@@ -500,16 +525,16 @@ def _weight(graph: Graph, linear: Linear | None) -> torch.Tensor:
 
 
 def _replace_stored(graph: Graph, found: Found, key: fx.Node, value: fx.Node) -> None:
-    """Let the cache (or the attention, if nothing is cached) take the new key and value."""
+    """Let our cache, or whoever reads them (the attention, a library's cache), take the new key and value."""
     for position, (old, new) in enumerate(((found.key, key), (found.value, value))):
         at = stored(graph, found.node.args[1 + position])  # type: ignore[arg-type]
-        user = found.node if at is None else at[0]
-        if user.op == "call_function" and at is not None:
-            tensors = list(user.args[1])  # type: ignore[arg-type]
-            tensors[at[1]] = new
-            user.args = (user.args[0], tensors, *user.args[2:])
+        if at is None:
+            graph.replace(old, new)
         else:
-            user.replace_input_with(old, new)
+            append, index = at
+            tensors = list(append.args[1])  # type: ignore[arg-type]
+            tensors[index] = new
+            append.args = (append.args[0], tensors, *append.args[2:])
 
 
 def _join(graph: Graph, found: Found, name: str) -> None:

@@ -113,4 +113,4 @@ def close(actual: Any, expected: Any) -> float:
         assert len(actual) == len(expected)
         return max(close(a, e) for a, e in zip(actual, expected, strict=True))
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
-    return float((actual - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).detach().abs().max() / expected.detach().abs().max())

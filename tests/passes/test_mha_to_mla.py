@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -17,7 +18,7 @@ from latentscan.passes.pipeline import Program, facts_of, parse, run
 from latentscan.runtime.calibration import statistics_for
 from latentscan.runtime.numerics import Comparison, Probe, compare
 from latentscan.runtime.phases import traced_phases
-from latentscan.runtime.wrap import planning_graph
+from latentscan.runtime.wrap import planning_graph, wrap
 from latentscan.tests.ir.building import Building, close, random
 from latentscan.tests.models import build
 
@@ -305,6 +306,26 @@ def test_all_graphs_of_a_model_come_to_the_same_facts():
     forced = {k: {**v, "pairs": "3|7"} for k, v in facts.items()}
     again = run(planned("llama").copy(), passes, Context(facts=forced, own_parameters=True))
     assert {s.facts["pairs"] for s in again.records[0].sites} == {"3|7"}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_training_step_is_converted_though_the_library_makes_a_cache(family):
+    """A step with gradients joins keys and values with an empty cache of the library's: that is served too."""
+    eager = build(family, num_hidden_layers=1)
+    for name, b in eager.named_buffers():
+        if name.endswith("inv_freq"):
+            b.zero_()
+    ours = wrap(copy.deepcopy(eager), "mha-to-mla{rank=56,rope_dim=8}", calibration=TEXT)
+    ids, found = TEXT[:, :9], []
+    for one in (eager, ours):
+        out = one(ids, labels=ids)
+        out.loss.backward()
+        layer = one.model.layers[0]
+        keys = [t for kept in out.past_key_values.layers for t in (kept.keys, kept.values)]
+        found.append([out.logits, layer.input_layernorm.weight.grad, one.lm_head.weight.grad, keys[1]])
+        assert all(bool(torch.isfinite(t).all()) for t in keys)
+    assert close(found[1], found[0]) < 1e-5
+    assert all(p.grad is not None for n, p in ours.named_parameters() if "latentscan" in n)
 
 
 def test_a_graph_that_would_decide_otherwise_raises():
