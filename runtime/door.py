@@ -15,6 +15,8 @@ from latentscan.runtime.session import Session
 SESSION = "_latentscan_session"
 _OVERRIDES = ("forward", "_prepare_cache_for_generation", "save_pretrained", "report")
 
+_CAPTURED = ("output_hidden_states", "output_attentions", "output_router_logits")
+
 
 def session_of(model: torch.nn.Module) -> Session | None:
     return model.__dict__.get(SESSION)
@@ -35,6 +37,7 @@ class Forward(_Method):
         super().__init__(session)
         self.__signature__ = inspect.signature(type(session.model).forward.__get__(session.model))
 
+    @torch.compiler.disable  # inside somebody else's compiled function this is a call like any other
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.session.model
         ids = args[0] if args else kwargs.get("input_ids")
@@ -44,6 +47,8 @@ class Forward(_Method):
                 where=type(model).__name__,
                 remedy="give at least one token, such as the beginning-of-sequence token",
             )
+        if any(kwargs.get(name, getattr(model.config, name, False)) for name in _CAPTURED):
+            _install_capturing_hooks(model)
         if not torch.is_grad_enabled() and not model.training:
             self._give_cache(model, args, kwargs)
         return self.session.call(*args, **kwargs)
@@ -60,6 +65,17 @@ class Forward(_Method):
             uses = getattr(model.config, "use_cache", False)
         if uses and given.get(name) is None and extra.get(name) is None:
             kwargs[name] = GraphCache.for_model(model)
+
+
+def _install_capturing_hooks(model: torch.nn.Module) -> None:
+    """Install the hooks by which the library collects hidden states: it would do so in the first call that wants them,
+    under a lock that cannot be traced."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    for module in model.modules():
+        if module is not model and isinstance(module, PreTrainedModel):
+            maybe_install_capturing_hooks(module)
 
 
 class PrepareCache(_Method):

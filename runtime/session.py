@@ -23,6 +23,11 @@ from latentscan.runtime.options import Options
 from latentscan.runtime.own import get, shrink_tombstones
 from latentscan.runtime.plan import ModelPlan
 
+# The recompile limit's error is no TorchDynamoException.
+_DYNAMO_ERRORS = (
+    torch._dynamo.exc.TorchDynamoException,
+    getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", torch._dynamo.exc.TorchDynamoException),
+)
 RECOMPILE_LIMIT = 64  # beyond, a call raises: falling back to eager would run on released weights
 
 
@@ -121,7 +126,7 @@ class Session:
                 return self.compiled()(*args, **kwargs)
         except LatentscanError:
             raise
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except _DYNAMO_ERRORS as error:
             inner = getattr(error, "inner_exception", None) or error.__cause__
             if isinstance(inner, LatentscanError):
                 raise inner from None
