@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ def write(session: Session, directory: Any, extra: Callable[[Path], None] | None
             "push_to_hub is not served", where=str(directory), remedy="save, then upload the directory"
         )
     target = check_target(directory)
+    if any(r.inverse is None for r in session.plan.recipes):
+        warnings.warn(
+            f"{target} is for latentscan.load only: plain transformers would start its keys and values at random",
+            stacklevel=3,
+        )
     with replaced_directory(target, lambda name: _OURS.fullmatch(name) is None) as aside:
         try:
             with quiet():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import CacheError, RefusedError
-from latentscan.runtime.cache import GraphCache, cache_argument
+from latentscan.runtime.cache import ARGUMENT_NAMES, GraphCache, cache_argument
 from latentscan.runtime.own import LoadHook, SaveHook
 from latentscan.runtime.session import Session
 
@@ -49,21 +49,30 @@ class Forward(_Method):
             )
         if any(kwargs.get(name, getattr(model.config, name, False)) for name in _CAPTURED):
             _install_capturing_hooks(model)
-        if not torch.is_grad_enabled() and not model.training:
-            self._give_cache(model, args, kwargs)
+        self._check_or_give_cache(model, args, kwargs)
         return self.session.call(*args, **kwargs)
 
-    def _give_cache(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_or_give_cache(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             name = cache_argument(model)
             given = self.__signature__.bind_partial(*args, **kwargs).arguments
         except (CacheError, TypeError):
             return
-        extra = given.get("kwargs", {})
-        uses = given.get("use_cache", extra.get("use_cache"))
+        given = {**given, **given.get("kwargs", {})}
+        # The library takes a cache under its old names too.
+        theirs = next((given[n] for n in ARGUMENT_NAMES if given.get(n) is not None), None)
+        if theirs is not None:
+            if not isinstance(theirs, GraphCache) and any(p == "latent-cache" for p, _ in self.session.plan.facts):
+                raise CacheError(
+                    f"a {type(theirs).__name__} keeps keys and values, but this pipeline stores what they are made of",
+                    where=type(model).__name__,
+                    remedy="give latentscan.GraphCache.for_model(model), or no cache",
+                )
+            return
+        uses = given.get("use_cache")
         if uses is None:
             uses = getattr(model.config, "use_cache", False)
-        if uses and given.get(name) is None and extra.get(name) is None:
+        if uses and not torch.is_grad_enabled() and not model.training:
             kwargs[name] = GraphCache.for_model(model)
 
 
@@ -84,7 +93,8 @@ class PrepareCache(_Method):
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         model = self.session.model
         name = cache_argument(model)
-        if model_kwargs.get(name) is None and generation_config.use_cache is not False:
+        none_given = all(model_kwargs.get(n) is None for n in ARGUMENT_NAMES)
+        if none_given and generation_config.use_cache is not False:
             implementation = generation_config.cache_implementation
             length = None
             if implementation == "static":

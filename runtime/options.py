@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,8 @@ class Options:
             raise PipelineError(
                 f"check={self.check!r} is neither a bool nor a dict", remedy="give True, False or tolerances"
             )
+        if self.dump is not None and not isinstance(self.dump, (str, os.PathLike)):
+            raise PipelineError(f"dump={self.dump!r} is not a folder's name", remedy="give a path")
         if self.mesh is not None:
             raise PipelineError("mesh is not served yet", remedy="leave it out: parallel passes are not built")
         from latentscan.lowering.select import resolve_target

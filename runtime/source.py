@@ -123,6 +123,8 @@ def resolve(text: str) -> Source:
     """
     if text.startswith("tiny:"):
         return _tiny(text)
+    if not text.strip():
+        raise CheckpointError("MODEL is empty", remedy="give a directory, a config.json, a .gguf or tiny:FAMILY")
     path = Path(text)
     if text.endswith(".gguf"):
         _must_exist(path, text)

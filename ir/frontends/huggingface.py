@@ -130,6 +130,7 @@ def _mask_function(original: Callable[..., Any], *, sliding: bool) -> Callable[.
         padding = None
         if attention_mask is not None:
             padding = attention_mask.to(device=inputs_embeds.device, dtype=torch.bool)
+            padding = torch.ops.latentscan.fit_padding.default(padding, keys)
         mask = torch.ops.latentscan.causal_mask.default(
             inputs_embeds,
             padding,

@@ -24,3 +24,14 @@ def packing_mask(mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     if mask.dtype == torch.bool:
         return mask & together
     return mask.masked_fill(~together, torch.finfo(mask.dtype).min)
+
+
+def fit_padding(padding: torch.Tensor, keys: int) -> torch.Tensor:
+    """A padding mask [B, n] as [B, keys]: what is missing at the end is padding, what is too much is cut off.
+
+    This is what transformers does with a mask that does not cover the keys; it is never broadcast.
+    """
+    given = padding.shape[1]
+    if given >= keys:
+        return padding[:, :keys].clone()
+    return torch.nn.functional.pad(padding, (0, keys - given))

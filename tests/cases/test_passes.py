@@ -191,6 +191,8 @@ def test_the_hooks_of_others_are_overwritten():
         handle.remove()
     with torch.no_grad():
         assert torch.allclose(model(tokens()).logits, want, atol=1e-5)
+    ours = {n: v for n, v in before.items() if str(getattr(v, "__module__", "")).startswith("latentscan")}
+    assert not ours, "functions of the library are still the library's, also after the first model"
     assert {n for n, v in shared_state().items() if v is not before[n] and v != before[n]} <= {
         "global _global_forward_hooks",
         "global _global_forward_hooks_always_called",

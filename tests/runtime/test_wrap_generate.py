@@ -10,7 +10,7 @@ import sympy
 import torch
 
 from latentscan.ir.errors import CacheError, RefusedError
-from latentscan.runtime.cache import GraphCache, cache_argument
+from latentscan.runtime.cache import ARGUMENT_NAMES, GraphCache, cache_argument
 from latentscan.runtime.door import session_of
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
@@ -183,3 +183,56 @@ def test_an_empty_prompt_is_refused():
 
 def test_a_model_that_only_the_chain_of_calls_holds_stays():
     assert wrap(build("llama").eval(), "").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("kind", ["ours", "dynamic", "static"])
+def test_a_cache_given_under_either_name_is_used(name, kind):
+    from transformers import DynamicCache, StaticCache
+
+    if name not in ARGUMENT_NAMES or (name == "cache" and cache_argument(build("llama")) != "cache"):
+        pytest.skip("this version of transformers does not know the name")
+    model, reference = pair("llama", "")
+    model.eval(), reference.eval()
+    ids = tokens(3, 9)
+    cache = {
+        "ours": lambda: GraphCache.for_model(model),
+        "dynamic": lambda: DynamicCache(config=model.config),
+        "static": lambda: StaticCache(config=model.config, max_cache_len=32),
+    }[kind]()
+    with torch.no_grad():
+        whole = reference(ids, use_cache=False).logits
+        first = model(ids[:, :5], **{name: cache}).logits
+        assert int(cache.get_seq_length()) == 5
+        rest = model(ids[:, 5:], **{name: cache}).logits
+    assert distance(torch.cat([first, rest], 1), whole) < 1e-5
+
+
+def test_a_padding_mask_of_another_length_does_as_the_library_does():
+    model, reference = pair("llama", "")
+    model.eval(), reference.eval()
+    ids = tokens(3, 9)
+    for length in (9, 14, 6):
+        mask = torch.ones(3, length, dtype=torch.long)
+        mask[1, :3] = 0
+        with torch.no_grad():
+            got, want = (m(ids, attention_mask=mask, use_cache=True).logits for m in (model, reference))
+        seen = mask[:, :9] != 0
+        assert distance(got[:, : seen.shape[1]][seen], want[:, : seen.shape[1]][seen]) < 1e-5
+    cache, theirs = GraphCache.for_model(model), None
+    with torch.no_grad():
+        model(ids[:, :8], **{cache_argument(model): cache})
+        theirs = reference(ids[:, :8], use_cache=True)
+        held = theirs.get(cache_argument(reference))
+        short = torch.ones(3, 1, dtype=torch.long)  # must not be broadcast over nine keys
+        got = model(ids[:, 8:], attention_mask=short, **{cache_argument(model): cache}).logits
+        want = reference(ids[:, 8:], attention_mask=short, **{cache_argument(model): held}).logits
+    assert distance(got, want) < 1e-5
+
+
+def test_a_library_cache_under_a_latent_pipeline_is_refused_with_the_reason():
+    from transformers import DynamicCache
+
+    model = wrap(build("gpt2").eval(), "latent-cache,mla-absorb")
+    with torch.no_grad(), pytest.raises(CacheError, match="DynamicCache keeps keys and values"):
+        model(tokens(2, 5), past_key_values=DynamicCache(config=model.config))
