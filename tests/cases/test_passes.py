@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from latentscan.ir.errors import PipelineError, RefusedError
+from latentscan.ir.normalize import LATENT_ATTENTION
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import REGISTRY, parse, run
 from latentscan.runtime.door import session_of
+from latentscan.runtime.phases import traced_phases
 from latentscan.runtime.wrap import planning_graph, wrap
 from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import tokens
@@ -94,13 +96,14 @@ def test_options_are_silently_ignored(pipeline, words, message):
 
 
 def test_an_option_that_is_taken_changes_what_is_done():
-    """Case 26: always, never and the rule give three different programs."""
-    graph = planning_graph(build("deepseek_v3", num_hidden_layers=1))
-    ops = {}
-    for when in ("always", "never"):
+    """Case 26: always, never and the rule give three different programs where a cache is continued."""
+    graph = traced_phases(build("deepseek_v3", num_hidden_layers=1), batch=2, seq=8)[0].graph
+    found = {}
+    for when in ("always", "never", "flops"):
         program = run(graph.copy(), parse(f"mla-absorb{{when={when}}}"), Context())
-        ops[when] = len(program.forced(True).graph.calls(torch.ops.latentscan.latent_attention.default))
-    assert ops == {"always": 1, "never": 0}
+        latent = [len(program.forced(a).graph.calls(LATENT_ATTENTION)) for a in (True, False)]
+        found[when] = program.choice is not None, latent
+    assert found == {"always": (False, [1, 1]), "never": (False, [0, 0]), "flops": (True, [1, 0])}
 
 
 # -- 27 ----------------------------------------------------------------------------------------------------------------
