@@ -27,7 +27,7 @@ from latentscan.passes.pipeline import Program, parse, run, to_text
 from latentscan.runtime.atomic import replaced_directory
 from latentscan.runtime.door import install
 from latentscan.runtime.options import Options
-from latentscan.runtime.own import make_parameters, place, release, tombstone
+from latentscan.runtime.own import bury, get, make_parameters, place, release, tombstone
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.session import Session
 from latentscan.runtime.source import MARKER, one_line, quiet
@@ -356,11 +356,8 @@ def _read(
             )
     model.__class__ = kind
     for path, shape in shapes.items():
-        module, name = place(model, path)
-        like = next(r for r in kept if path in r.sources).targets[0]
-        other, target = place(model, like)
-        new = getattr(other, target)
-        module.register_buffer(name, tombstone(shape, new.dtype, new.device), persistent=False)
+        new = get(model, next(r for r in kept if path in r.sources).targets[0])
+        bury(model, path, tombstone(shape, new.dtype, new.device))
     return model
 
 

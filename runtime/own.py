@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import RefusedError
-from latentscan.ir.weights import Recipe
+from latentscan.ir.weights import Recipe, bytes_of
 
+RELEASED = "_latentscan_released"  # on a module: names of its buffers that stand for released Parameters
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -49,29 +50,53 @@ def tombstone(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def release(model: torch.nn.Module, paths: Sequence[str]) -> int:
-    """Delete Parameters; a NaN buffer that is not saved takes each one's name. All or none.
+    """Delete Parameters, wherever they are registered; NaN buffers that are not saved take their names. All or none.
 
     Returns:
         the bytes freed.
     """
-    places = [place(model, path) for path in paths]
-    old = [module._parameters[name] for module, name in places]
-    dead = [tombstone(p.shape, p.dtype, p.device) for p in old if p is not None]
-    for (module, name), nan in zip(places, dead, strict=True):
-        del module._parameters[name]
-        module.register_buffer(name, nan, persistent=False)
-    if paths:  # DistributedDataParallel broadcasts buffers into place, which these do not allow
-        setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), *paths])
-    return sum(p.numel() * p.element_size() for p in old if p is not None)
+    old = {id(p): p for p in (get(model, path) for path in paths)}
+    dead = {key: tombstone(p.shape, p.dtype, p.device) for key, p in old.items()}
+    for prefix, module in list(model.named_modules()):
+        for name, parameter in list(module._parameters.items()):
+            if id(parameter) in dead:
+                del module._parameters[name]
+                bury(model, f"{prefix}.{name}" if prefix else name, dead[id(parameter)])
+    return sum(bytes_of(p) for p in old.values())
 
 
-def shrink_tombstones(model: torch.nn.Module, paths: Sequence[str]) -> None:
+def bury(model: torch.nn.Module, path: str, nan: torch.Tensor) -> None:
+    """Register a :func:`tombstone` under the name of a Parameter that is gone."""
+    module, name = place(model, path)
+    module.register_buffer(name, nan, persistent=False)
+    module.__dict__.setdefault(RELEASED, set()).add(name)
+    # DistributedDataParallel broadcasts buffers into place, which a tombstone does not allow.
+    setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES, ()), path])
+
+
+def shrink_tombstones(model: torch.nn.Module) -> None:
     """``.to()`` writes a released weight's placeholder out in full; make it one number again."""
-    for path in paths:
-        module, name = place(model, path)
-        value = module._buffers[name]
-        if value is not None and value.dim() and any(value.stride()):
-            module._buffers[name] = tombstone(value.shape, value.dtype, value.device)
+    for module in model.modules():
+        for name in module.__dict__.get(RELEASED, ()):
+            value = module._buffers[name]
+            if value is not None and value.dim() and any(value.stride()):
+                module._buffers[name] = tombstone(value.shape, value.dtype, value.device)
+
+
+def refuse_tied(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequence[str]) -> None:
+    """Raise RefusedError if a weight that goes and could be rebuilt has several names: a state dict needs them all."""
+    gone = {s for r in recipes if r.inverse is not None for s in r.sources if s in released}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for path in sorted(gone):
+        tied = names[id(get(model, path))]
+        if len(tied) > 1:
+            raise RefusedError(
+                f"{' and '.join(tied)} are one weight, and the new ones would have no such tie",
+                where=path,
+                remedy="untie it first: give each module a clone of its own",
+            )
 
 
 def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequence[str]) -> None:
@@ -102,6 +127,9 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
         module._parameters[name] = parameter
+        module.__dict__[RELEASED].remove(name)
+        if not module.__dict__[RELEASED]:
+            del module.__dict__[RELEASED]
     for recipe in recipes:
         for path in recipe.targets:
             module, name = place(model, path)

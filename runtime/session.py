@@ -117,7 +117,7 @@ class Session:
         if self.plan.released:
             first = get(self.model, self.plan.released[0])
             if any(first.stride()):
-                shrink_tombstones(self.model, self.plan.released)
+                shrink_tombstones(self.model)
         if getattr(self.model, FSDP_FLAG, False):
             prepare_sharded(self.model)
         limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 4 * RECOMPILE_LIMIT}

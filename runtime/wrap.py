@@ -19,7 +19,7 @@ from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
 from latentscan.runtime.models import check_model
 from latentscan.runtime.options import Options
-from latentscan.runtime.own import make_parameters, release, restore
+from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.session import Session
 
@@ -73,6 +73,7 @@ def wrap(
 
         statistics = statistics_for(model, passes, options.calibration)
     plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True))
+    refuse_tied(model, plan.recipes, plan.released)
     make_parameters(model, plan.recipes)
     try:
         install(model, Session(model, passes, plan, options))

@@ -337,3 +337,36 @@ def test_a_call_that_breaks_the_graph_raises_instead_of_running_on_released_weig
     model.model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
     with pytest.raises(LatentscanError, match="one graph"):
         model(tokens())
+
+
+# -- tied projections -----------------------------------------------------------------------------------------------
+
+
+def test_a_projection_that_two_layers_share_is_refused():
+    model = build("deepseek_v3")
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_b_proj.weight = first.q_b_proj.weight
+    with pytest.raises(RefusedError, match=r"layers\.0.*layers\.1.*one weight") as caught:
+        wrap(model, SPLIT)
+    assert "untie" in caught.value.remedy
+    assert session_of(model) is None
+    second.q_b_proj.weight = nn.Parameter(first.q_b_proj.weight.detach().clone())
+    assert distance(wrap(model, SPLIT)(tokens()).logits, model(tokens()).logits) == 0
+
+
+def test_a_weight_is_released_under_all_its_names():
+    """zamba2's attention blocks share their weights: low rank replaces them in each block."""
+    model = build("zamba2")
+    blocks = [m for n, m in model.named_modules() if n.endswith("shared_transformer.self_attn")]
+    assert blocks[0].k_proj.weight is blocks[1].k_proj.weight
+    old = weakref.ref(blocks[0].k_proj.weight)
+    wrap(model, "mha-to-mla{rank=32,rope_dim=16},latent-cache", calibration=tokens(4, 20))
+    gc.collect()
+    assert old() is None
+    assert not any("k_proj" in n or "v_proj" in n for n, _ in model.named_parameters())
+    assert not any("k_proj" in n or "v_proj" in n for n in model.state_dict())
+    model.double()
+    assert not bool(model(tokens()).logits.isnan().any())
+    for block in blocks:
+        assert bool(block.k_proj.weight.isnan().all())
+        assert not any(block.k_proj.weight.stride())
