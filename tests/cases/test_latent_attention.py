@@ -69,7 +69,7 @@ def test_the_compressed_cache_is_as_big_as_before(family):
 # -- 16 ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_qk_norm_is_lost(family):
     """Case 16 (MHA2MLA#8): exact with norms of any weight; in low rank refused, for a norm is not linear."""
     model = build(family, num_hidden_layers=1)
@@ -133,10 +133,9 @@ def ropes(graph: Graph) -> int:
     return len(graph.calls(ROPE.op))
 
 
-@pytest.mark.parametrize("pipeline", ["mla-mm-split,mla-absorb{when=always}", "mla-mm-split"])
-def test_without_a_query_rank_q_is_misread(pipeline):
+def test_without_a_query_rank_q_is_misread():
     """Case 17 (Megatron-Bridge#5261): q_lora_rank=None: one query projection, no norm, the same split per head."""
-    model, eager = pair("deepseek_v3", pipeline, q_lora_rank=None, num_hidden_layers=1)
+    model, eager = pair("deepseek_v3", "mla-mm-split,mla-absorb{when=always}", q_lora_rank=None, num_hidden_layers=1)
     modules = {n for n, _ in eager.named_modules()}
     assert not any("q_a" in n for n in modules)
     assert {n for n, _ in model.named_modules()} == modules, "no norm grew"
@@ -156,7 +155,7 @@ def test_without_a_query_rank_q_is_misread(pipeline):
     ("family", "pipeline"),
     [
         ("gpt_neox", "mha-to-mla,mla-mm-split,latent-cache,mla-absorb{when=always}"),
-        ("deepseek_v3", "mla-mm-split,mla-absorb{when=always}"),
+        pytest.param("deepseek_v3", "mla-mm-split,mla-absorb{when=always}", marks=pytest.mark.slow),
     ],
 )
 def test_partial_rotary_is_applied_twice(family, pipeline):

@@ -112,7 +112,7 @@ def test_an_option_that_is_taken_changes_what_is_done():
 @pytest.mark.parametrize(
     ("family", "pipeline", "released"),
     [
-        ("deepseek_v3", "mla-mm-split,mla-absorb", ("q_b_proj", "kv_b_proj")),
+        pytest.param("deepseek_v3", "mla-mm-split,mla-absorb", ("q_b_proj", "kv_b_proj"), marks=pytest.mark.slow),
         ("llama", "mha-to-mla{rank=16,rope_dim=8}", ("k_proj", "v_proj")),
     ],
 )
