@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 
-from latentscan.ir.errors import LatentscanError, RefusedError
+from latentscan.ir.errors import LatentscanError, PipelineError, RefusedError
 from latentscan.ir.frontends import register_all
 from latentscan.ir.frontends.base import MARK
 from latentscan.runtime.options import Options
@@ -51,6 +51,11 @@ def _compile(
     from latentscan.runtime.executable import Executable
 
     chosen = Options.of(options)
+    for name in ("check", "dump", "calibration"):
+        if getattr(chosen, name):
+            raise PipelineError(
+                f"option {name} is not served by torch.compile's door", remedy=f"use latentscan.wrap(model, {name}=...)"
+            )
     passes = parse(chosen.pipeline)
     for current in passes:
         if getattr(current, "wants_statistics", False):

@@ -67,8 +67,14 @@ def wrap(
         raise RefusedError("the model is wrapped already", where=type(model).__name__, remedy="unwrap(model) first")
     check_free(model)
     register_all()
+    wanted = any(getattr(p, "wants_statistics", False) for p in passes)
+    if options.calibration is not None and not wanted:
+        raise PipelineError(
+            "calibration is given, but no pass of the pipeline uses it",
+            remedy="leave it out, or give mha-to-mla a rank",
+        )
     statistics = None
-    if any(getattr(p, "wants_statistics", False) for p in passes):
+    if wanted:
         from latentscan.runtime.calibration import statistics_for
 
         statistics = statistics_for(model, passes, options.calibration)

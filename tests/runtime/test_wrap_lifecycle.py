@@ -370,3 +370,13 @@ def test_a_weight_is_released_under_all_its_names():
     for block in blocks:
         assert bool(block.k_proj.weight.isnan().all())
         assert not any(block.k_proj.weight.stride())
+
+
+def test_no_option_is_ignored():
+    from latentscan.runtime.backend import latentscan as backend
+
+    with pytest.raises(PipelineError, match="no pass of the pipeline uses it"):
+        wrap(build("llama"), "", calibration=["text"])
+    for name, value in (("check", True), ("dump", "somewhere"), ("calibration", ["text"])):
+        with pytest.raises(PipelineError, match=f"option {name} is not served"):
+            backend(None, [], options={name: value})
