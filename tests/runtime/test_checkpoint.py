@@ -34,7 +34,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def wrapped(family: str = "deepseek_v3", pipeline: str = SPLIT, **overrides) -> torch.nn.Module:
-    return wrap(build(family, **overrides), pipeline, calibration=CALIBRATION)
+    return wrap(build(family, **overrides), pipeline, calibration=CALIBRATION if "rank=" in pipeline else None)
 
 
 # -- the same model ---------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_what_was_saved_comes_back(tmp_path, family, pipeline, overrides):
 @pytest.mark.parametrize(("family", "pipeline"), [("deepseek_v3", SPLIT), ("llama", LOW_RANK)])
 def test_the_type_is_kept(tmp_path, family, pipeline):
     model = build(family, dtype="bfloat16").to(torch.bfloat16)
-    wrap(model, pipeline, calibration=CALIBRATION)
+    wrap(model, pipeline, calibration=CALIBRATION if "rank=" in pipeline else None)
     model.save_pretrained(tmp_path)
     again = load(tmp_path)
     assert {n: p.dtype for n, p in again.named_parameters()} == {n: p.dtype for n, p in model.named_parameters()}

@@ -52,7 +52,7 @@ def test_it_says_what_wrap_does(family, pipeline):
     model = build(family)
     before = held_bytes(model)
     assert told["weights"]["before"] == before
-    wrap(model, pipeline, calibration=torch.randint(3, 128, (8, 64)))
+    wrap(model, pipeline, calibration=torch.randint(3, 128, (8, 64)) if "rank=" in pipeline else None)
     report = model.report
     assert [{k: r[k] for k in ("pass", "module", "rule")} for r in told["all_sites"]] == [
         {k: r[k] for k in ("pass", "module", "rule")} for r in report.sites
