@@ -346,7 +346,7 @@ for family in {families}:
 
 @pytest.mark.parametrize(
     "families",
-    [("gemma2", "bamba"), pytest.param(tuple(f for f in FAMILIES if f not in MAMBA1_FAMILIES), marks=pytest.mark.slow)],
+    [("gemma2",), pytest.param(tuple(f for f in FAMILIES if f not in MAMBA1_FAMILIES), marks=pytest.mark.slow)],
 )
 def test_another_backend_gets_the_graph_that_it_gets_without_us(families):
     """CASES 28: the same graphs and the same eager numbers, bit for bit, in a process that uses latentscan."""

@@ -101,9 +101,9 @@ def saved_bytes(model: Any, length: int = 40) -> int:
 @pytest.mark.parametrize(
     ("family", "pipeline"),
     [
-        ("llama", ""),
-        ("deepseek_v3", SPLIT),
         ("zamba2", ""),  # regions within regions
+        pytest.param("llama", "", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", SPLIT, marks=pytest.mark.slow),
         pytest.param("gpt2", "latent-cache,mla-absorb", marks=pytest.mark.slow),
         pytest.param("bamba", "", marks=pytest.mark.slow),
         pytest.param("mamba2", "", marks=pytest.mark.slow),
@@ -199,7 +199,7 @@ def test_dropout_draws_as_eager_does(family, pipeline, words):
 
 @pytest.mark.parametrize(
     ("family", "pipeline"),
-    [("deepseek_v3", SPLIT), ("mamba2", ""), pytest.param("llama", "", marks=pytest.mark.slow)],
+    [("deepseek_v3", SPLIT), *(pytest.param(f, "", marks=pytest.mark.slow) for f in ("mamba2", "llama"))],
 )
 def test_autocast_is_as_close_as_eager_autocast(family, pipeline):
     model, eager = pair(family, pipeline)
@@ -237,6 +237,7 @@ def test_frozen_parameters_get_no_gradient_and_the_others_get_theirs():
     assert worst_gradient(model, eager) < 5e-6
 
 
+@pytest.mark.slow
 def test_gradients_accumulate_over_batches_and_reach_input_embeddings():
     model, eager = pair("deepseek_v3", SPLIT)
     given: list[nn.Parameter] = []

@@ -50,7 +50,8 @@ def test_a_deep_copy_is_a_wrapped_model_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 0.02), (torch.float16, 0.004), (torch.float64, 1e-6)]
+    ("dtype", "tolerance"),
+    [(torch.bfloat16, 0.02), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((torch.float16, 0.004), (torch.float64, 1e-6)))],
 )
 def test_a_wrapped_model_changes_its_dtype(dtype, tolerance):
     model, eager = pair("deepseek_v3", SPLIT)
@@ -79,6 +80,7 @@ def test_train_and_eval_switch_without_new_graphs():
     assert len(kinds) == 4  # two modes, with and without gradients, each once
 
 
+@pytest.mark.slow
 def test_inference_mode_equals_no_grad():
     model, eager = pair("deepseek_v3", SPLIT)
     with torch.inference_mode():
@@ -131,7 +133,10 @@ def test_a_module_that_holds_the_wrapped_model_saves_and_loads_it():
 # -- unwrap ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "pipeline"), [("deepseek_v3", SPLIT), ("gpt2", "latent-cache,mla-absorb")])
+@pytest.mark.parametrize(
+    ("family", "pipeline"),
+    [("deepseek_v3", SPLIT), pytest.param("gpt2", "latent-cache,mla-absorb", marks=pytest.mark.slow)],
+)
 def test_unwrap_gives_back_the_very_model(family, pipeline):
     model, eager = pair(family, pipeline)
     model.generate(tokens(), max_new_tokens=3, do_sample=False)
@@ -354,6 +359,7 @@ def test_a_projection_that_two_layers_share_is_refused():
     assert distance(wrap(model, SPLIT)(tokens()).logits, model(tokens()).logits) == 0
 
 
+@pytest.mark.slow
 def test_a_weight_is_released_under_all_its_names():
     """zamba2's attention blocks share their weights: low rank replaces them in each block."""
     model = build("zamba2")
