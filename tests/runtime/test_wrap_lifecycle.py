@@ -51,7 +51,11 @@ def test_a_deep_copy_is_a_wrapped_model_of_its_own():
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.bfloat16, 0.02), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((torch.float16, 0.004), (torch.float64, 1e-6)))],
+    [
+        (torch.bfloat16, 0.02),
+        pytest.param(torch.float16, 0.004, marks=pytest.mark.slow),
+        pytest.param(torch.float64, 1e-6, marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrapped_model_changes_its_dtype(dtype, tolerance):
     model, eager = pair("deepseek_v3", SPLIT)
