@@ -46,7 +46,16 @@ class RecipeWeights:
 
     def __init__(self) -> None:
         self._folded: dict[tuple[str, ...], Folded] = {}
+        self._served: list[weakref.ref[torch.Tensor]] = []
         _LIVE.add(self)
+
+    def serve(self, graph: Graph) -> None:
+        """Remember, weakly, whose weights the graph reads, so that ``refresh`` can tell its model from others."""
+        self._served = [weakref.ref(w.value) for w in graph.weights.values()]
+
+    def serves(self, of: Container[int]) -> bool:
+        """Whether a graph reads any of the tensors with the given ids."""
+        return any(t is not None and id(t) in of for t in (r() for r in self._served))
 
     def values(self, recipe: Recipe, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled() and any(s.requires_grad for s in sources):
@@ -94,11 +103,13 @@ class RecipeWeights:
 
 
 def refresh_folded(model: torch.nn.Module) -> bool:
-    """Forget what any plain-backend graph folded from the model's weights; whether there is such a graph at all."""
+    """Forget what plain-backend graphs folded from the model's weights; whether any graph reads this model."""
     of = {id(t) for t in (*model.parameters(), *model.buffers())}
+    served = False
     for weights in list(_LIVE):
         weights.refresh(of)
-    return bool(_LIVE)
+        served = served or weights.serves(of)
+    return served
 
 
 class OwnedWeights:
@@ -106,6 +117,9 @@ class OwnedWeights:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
+
+    def serve(self, graph: Graph) -> None:
+        """The model is known."""
 
     def refresh(self) -> None:
         """Nothing is folded here."""

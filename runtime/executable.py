@@ -55,6 +55,7 @@ class Executable:
         assert graph is not None
         if self._on_form:
             self._on_form(program, graph)
+        self._weights.serve(graph)
         graph = graph.copy()
         device = next((w.value.device.type for w in graph.weights.values()), "cpu")
         target = resolve_target(self._options.target, device)

@@ -229,10 +229,14 @@ def test_a_compiled_model_can_be_freed():
     assert [r() for r in there] == [None, None]
 
 
-def test_refresh_says_when_there_is_nothing_to_refresh(monkeypatch):
-    monkeypatch.setattr("latentscan.runtime.binding._LIVE", weakref.WeakSet())
+def test_refresh_says_when_there_is_nothing_to_refresh():
+    model, other = build("llama"), build("llama")
+    ours = compiled(model, "mha-to-mla{method=exact}")
+    with torch.no_grad():
+        ours(tokens(), use_cache=False)
+    refresh(model)  # its graph folds nothing, but is there
     with pytest.raises(RefusedError, match="not wrapped"):
-        refresh(build("llama"))
+        refresh(other)  # another model's graphs are not its own
 
 
 # -- what is captured -----------------------------------------------------------------------------------------------
