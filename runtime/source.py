@@ -232,6 +232,12 @@ def _checked(source: Source) -> Source:
         )
     notes = []
     if (method := quantisation(config)) and not source.gguf:
+        if "fp8" not in method:  # 8-bit floats keep a weight of the layer's own shape; the others pack several in one
+            raise RefusedError(
+                f"its weights are quantised ({method}): the layers have no plain weight to rewrite",
+                where=source.text,
+                remedy="dequantise the checkpoint first, or plan the model that it was made from",
+            )
         dtype = str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
         notes.append(f"the checkpoint is quantised ({method}); figures are for plain {dtype} weights")
     if source.folder and os.path.isfile(os.path.join(source.folder, MARKER)):

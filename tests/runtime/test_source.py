@@ -60,6 +60,14 @@ def test_a_quantised_checkpoint_is_planned_in_plain_weights_and_not_loaded(tmp_p
         source.load()
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_packed_weights_are_refused_before_anything_is_planned(tmp_path, method):
+    config = build("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 64, "load_in_4bit": True}
+    with pytest.raises(RefusedError, match=rf"quantised \({method}\): the layers have no plain weight"):
+        resolve(folder_with(tmp_path, json.dumps(config, default=str)))
+
+
 def test_a_converted_directory_says_so(tmp_path):
     build("llama").save_pretrained(tmp_path)
     (tmp_path / MARKER).write_text("{}")
