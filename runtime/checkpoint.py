@@ -317,8 +317,8 @@ def _read(
     Its own ``from_pretrained`` reads the files, into a class whose models are born on the meta device in their
     rewritten form.
     """
-    gone = {s for r in kept for s in r.sources if s in plan.released}
-    shapes: dict[str, tuple[int, ...]] = {}
+    gone = {s: r.targets[0] for r in kept for s in r.sources if s in plan.released}
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}  # and a new weight of the same type and place
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
@@ -328,9 +328,12 @@ def _read(
                 like = values[path]
                 made = torch.empty(tuple(like.shape), dtype=torch.get_default_dtype(), device="meta")
                 module.register_parameter(name, torch.nn.Parameter(made))
-        for path in gone:
+        tied = getattr(self, "all_tied_weights_keys", {})
+        names = gone | {alias: gone[path] for alias, path in tied.items() if path in gone}
+        for path, made_from in names.items():
+            tied.pop(path, None)
             module, name = place(self, path)
-            shapes[path] = tuple(module._parameters.pop(name).shape)
+            shapes[path] = tuple(module._parameters.pop(name).shape), made_from
             module._is_hf_initialized = True  # nothing is left in it to initialise
 
     born = type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
@@ -355,8 +358,8 @@ def _read(
                 f"{what} {len(found)} weights, {found[0]} first", where=str(folder), remedy="convert the model again"
             )
     model.__class__ = kind
-    for path, shape in shapes.items():
-        new = get(model, next(r for r in kept if path in r.sources).targets[0])
+    for path, (shape, like) in shapes.items():
+        new = get(model, like)
         bury(model, path, tombstone(shape, new.dtype, new.device))
     return model
 

@@ -49,6 +49,7 @@ def wrapped(family: str = "deepseek_v3", pipeline: str = SPLIT, **overrides) -> 
         ("qwen2", LOW_RANK, {"num_hidden_layers": 1}),  # biases
         ("gpt2", "mha-to-mla,latent-cache", {"n_layer": 1}),
         ("mamba2", "", {"num_hidden_layers": 1}),
+        ("zamba2", LOW_RANK, {}),  # one block in several layers: released under every name
     ],
 )
 def test_what_was_saved_comes_back(tmp_path, family, pipeline, overrides):
