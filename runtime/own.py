@@ -142,11 +142,18 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
 
 
 class StateDictMap:
-    """Original names in a wrapped model's state dict, wherever the recipes have inverses."""
+    """Original names in a wrapped model's state dict, wherever the recipes have inverses.
+
+    A rank's part of a weight keeps its new name: a state dict that communicates hangs when one rank alone asks for it.
+    ``save_pretrained`` gathers.
+    """
+
+    shards = False  # whether parts of weights are mapped too
 
     def __init__(self, recipes: Sequence[Recipe], released: Sequence[str]) -> None:
         gone = set(released)
-        self.recipes = tuple(r for r in recipes if r.inverse is not None and all(s in gone for s in r.sources))
+        wanted = [r for r in recipes if r.inverse is not None and (self.shards or not r.group)]
+        self.recipes = tuple(r for r in wanted if all(s in gone for s in r.sources))
 
 
 class SaveHook(StateDictMap):
@@ -170,6 +177,8 @@ class SaveHook(StateDictMap):
 
 class LoadHook(StateDictMap):
     """load_state_dict pre-hook: originals become the new weights; new names are taken as they are."""
+
+    shards = True
 
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         for recipe in self.recipes:

@@ -1,0 +1,123 @@
+"""Differentiable collectives on a named mesh axis, as functions that a graph can call.
+
+Each is a module-level function that calls an ``autograd.Function``, whose forward and backward end in
+``_c10d_functional`` start and ``wait_tensor`` nodes: AOTAutograd traces through it, the partitioner and Inductor know
+that namespace, and starts and waits stay apart. (The library's own gradients are those of a partial loss; here the
+loss is the same on all ranks.)
+
+``group`` is the name of a process group of torch.distributed; empty where nothing is sent (planning, one rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # noqa: F401  (registers shapes of _c10d_functional's ops)
+from torch import Tensor
+
+_OPS = torch.ops._c10d_functional
+
+
+def _wait(x: Tensor) -> Tensor:
+    return _OPS.wait_tensor(x)
+
+
+def sum_over(x: Tensor, group: str) -> Tensor:
+    """The sum over a group's ranks, without gradients."""
+    return _wait(_OPS.all_reduce(x.contiguous(), "sum", group))
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return sum_over(grad, ctx.group), None
+
+
+class _ReduceStart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return _OPS.all_reduce(x.contiguous(), "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _wait(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class _ShareRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, total: int, own: list[int], group: str) -> Tensor:
+        ctx.where = dim, total, own, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        dim, total, own, group = ctx.where
+        index = torch.tensor(own, device=grad.device)
+        shape = list(grad.shape)
+        shape[dim] = total
+        full = grad.new_zeros(shape).index_copy(dim, index, grad)
+        return sum_over(full, group).index_select(dim, index), None, None, None, None
+
+
+def copy_to(x: Tensor, axis: str, group: str) -> Tensor:
+    """Enter a sharded region with a value that all ranks hold: identity; its gradient is summed over the ranks."""
+    return _CopyTo.apply(x, group)
+
+
+def reduce_from(x: Tensor, axis: str, group: str) -> Tensor:
+    """Leave a sharded region: partial sums are summed over the ranks; the gradient passes as it is."""
+    return _Wait.apply(_ReduceStart.apply(x, group))
+
+
+def share_rows(x: Tensor, dim: int, total: int, own: Sequence[int], axis: str, group: str) -> Tensor:
+    """A shard some of whose rows other ranks hold too: identity; gradients of one row are summed over its holders.
+
+    Args:
+        x: this rank's rows along ``dim``. total: rows of the whole. own: which of them ``x`` is.
+    """
+    return _ShareRows.apply(x, dim, total, list(own), group)
+
+
+# What a graph's node that communicates can call; each takes the axis and the group as its last arguments.
+COLLECTIVES = (copy_to, reduce_from, share_rows)
+
+
+def gather_shards(x: Tensor, dim: int, held: Sequence[Sequence[int]], total: int, group: str) -> Tensor:
+    """The whole of a tensor of which rank r holds the slices ``held[r]`` along ``dim``. No gradients.
+
+    Every rank of the group must call it. Shards may differ in size and overlap (then they are equal there).
+    """
+    if not group or len(held) == 1:
+        return x.clone()
+    most = max(len(h) for h in held)
+    rows = x.movedim(dim, 0).contiguous()
+    if rows.shape[0] < most:
+        rows = torch.cat([rows, rows.new_zeros(most - rows.shape[0], *rows.shape[1:])])
+    every = _wait(_OPS.all_gather_into_tensor(rows, len(held), group)).unflatten(0, (len(held), most))
+    whole = x.new_empty((total, *rows.shape[1:]))
+    for part, indices in zip(every, held, strict=True):
+        whole[torch.tensor(list(indices), dtype=torch.long, device=x.device)] = part[: len(indices)]
+    return whole.movedim(0, dim).contiguous()
+
+
+def first_holds(x: Tensor | None, like: Tensor, shape: Sequence[int], group: str) -> Tensor:
+    """A tensor that only the group's first rank holds, on every rank. Every rank must call it. No gradients."""
+    mine = like.new_zeros(tuple(shape)) if x is None else x.detach()
+    return sum_over(mine, group) if group else mine.clone()

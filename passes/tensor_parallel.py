@@ -1,0 +1,173 @@
+"""tensor-parallel: heads and inner features over the ranks of an axis, in column and row pairs found from the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from latentscan.ir.axes import AxisError, Placement, Units
+from latentscan.ir.errors import MeshError
+from latentscan.ir.graph import Graph, module_path
+from latentscan.ir.layout import linear_of
+from latentscan.ir.mesh import Axis, shares
+from latentscan.ir.mla import attention_like
+from latentscan.ir.normalize import LATENT_ATTENTION
+from latentscan.ir.region import ATTENTION, COLUMN, ROW, Region, attention_operands, grow
+from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
+from latentscan.passes.sharding import Split
+
+
+@dataclass(frozen=True)
+class TensorParallel(Pass):
+    """Split attention heads and MLP features over the mesh's axis ``tp`` (MATH 5)."""
+
+    name: ClassVar[str] = "tensor-parallel"
+    tier: ClassVar[Tier] = Tier.REASSOCIATING
+    after: ClassVar[tuple[str, ...]] = ("mha-to-mla", "mla-mm-split", "latent-cache", "mla-absorb")
+    summary: ClassVar[str] = "attention heads and MLP features over the ranks of the mesh's axis tp"
+    math: ClassVar[str] = (
+        "A region lies between linear maps whose rows are split (columns) and linear maps that sum over what was split "
+        "(rows), and is found by following heads or features through the graph. Ranks get whole KV groups, the first "
+        "ones one more; with more ranks than KV heads the query heads are dealt out and KV heads are held twice. What "
+        "enters a region has its gradient summed over the ranks, and so has every weight inside that several ranks "
+        "hold; what leaves it is one all-reduce, to which the first rank adds the bias. A region is rewritten "
+        "completely or refused completely."
+    )
+
+    def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
+        axis = tp_axis(context)
+        found: list[Site | Refusal] = []
+        if axis.size == 1:
+            return [Refusal("", "one-rank", "the mesh has one rank along tp", "give a mesh such as tp=2")]
+        inside: dict[fx.Node, str] = {}
+        candidates = [n for n in graph.nodes if _is_attention(n)]
+        candidates += [n for n in graph.nodes if linear_of(graph, n) is not None]
+        for anchor in candidates:
+            if anchor in inside:
+                continue
+            try:
+                region = region_at(graph, anchor, axis)
+                check_region(graph, region, axis, inside)
+            except AxisError as error:
+                found.append(_refusal(anchor, error))
+                continue
+            inside.update(dict.fromkeys(region.roles, ""))
+            found.append(_site(graph, anchor, region, axis))
+        return [f for f in found if not (isinstance(f, Refusal) and self._covered(graph, f, inside))]
+
+    def _covered(self, graph: Graph, refusal: Refusal, inside: dict[fx.Node, str]) -> bool:
+        """Whether a linear map that could not be a row turned out to be part of a later region."""
+        return refusal.rule == "not-paired" and any(module_path(n) == refusal.module for n in inside if linear_of(graph, n))
+
+    def apply(self, graph: Graph, site: Site, context: Context) -> None:
+        axis = tp_axis(context)
+        region = region_at(graph, graph.node(site.anchor), axis)
+        Split(graph, region, axis, self.name, site.module).run()
+
+
+def tp_axis(context: Context) -> Axis:
+    if context.mesh is None:
+        raise MeshError(
+            "there is no mesh to split over", where="tensor-parallel", remedy="give one: wrap(model, ..., mesh='tp=2')"
+        )
+    return context.mesh.axis("tp")
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.target is LATENT_ATTENTION or node in attention_like_set(node.graph)
+
+
+def attention_like_set(graph: fx.Graph) -> set[fx.Node]:
+    from latentscan.ir.normalize import ATTENTION as OP
+
+    plain = (torch.nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+    return {n for n in graph.nodes if n.op == "call_function" and n.target in (OP, *plain)}
+
+
+def region_at(graph: Graph, anchor: fx.Node, axis: Axis) -> Region:
+    """The region of an attention, or the one that ends in a linear map. Raises AxisError, MeshError."""
+    linear = linear_of(graph, anchor)
+    if linear is None:
+        heads = int(graph.shape(anchor)[1])
+        _, keys, _ = attention_operands(anchor)
+        groups = max([int(graph.shape(k)[1]) for k in keys] or [1])
+        if heads < axis.size:
+            raise MeshError(
+                f"{axis.size} ranks share {heads} query heads, so that some would have none",
+                where=module_path(anchor),
+                remedy=f"use tp={heads} or less",
+            )
+        count = groups if groups >= axis.size else heads
+        labels = torch.arange(heads) // (heads // count)
+        return grow(graph, Units(count), {anchor: Placement(1, labels)})
+    rank = len(graph.shape(linear.x))
+    width = graph.shape(linear.x)[-1]
+    if not isinstance(width, int):
+        raise AxisError(anchor, f"{linear.x.name} has no fixed number of features")
+    region = grow(graph, Units(width), {linear.x: Placement(rank - 1, torch.arange(width))})
+    if width < axis.size:
+        raise AxisError(anchor, f"{width} features for {axis.size} ranks")
+    return region
+
+
+def check_region(graph: Graph, region: Region, axis: Axis, inside: dict[fx.Node, str]) -> None:
+    """Raise AxisError unless a region can be rewritten as a whole."""
+    labels: dict[str, torch.Tensor] = {}
+    if not region.ops(COLUMN):
+        raise AxisError(region.ops(ROW)[0], "nothing above it is split")
+    for op in region.ops():
+        if op in inside:
+            raise AxisError(op, f"{op.name} is part of another region")
+        if region.roles[op] not in (COLUMN, ROW):
+            continue
+        linear = region.linears[op]
+        mine = region.placed[op if region.roles[op] == COLUMN else linear.x].labels
+        for node in (linear.weight, linear.bias):
+            if node is None:
+                continue
+            outside = next((u for u in node.users if u not in region.roles), None)
+            if outside is not None:
+                raise AxisError(op, f"the weight {graph.weight(node).path} is also read by {outside.name}")  # type: ignore[union-attr]
+            if not torch.equal(labels.setdefault(node.name, mine), mine):
+                raise AxisError(op, f"the weight {graph.weight(node).path} would be split in two ways")  # type: ignore[union-attr]
+
+
+def common_module(nodes: list[fx.Node]) -> str:
+    """The module that holds all of the nodes."""
+    paths = [module_path(n).split(".") for n in nodes]
+    same = 0
+    while all(len(p) > same for p in paths) and len({p[same] for p in paths}) == 1:
+        same += 1
+    return ".".join(paths[0][:same])
+
+
+def _site(graph: Graph, anchor: fx.Node, region: Region, axis: Axis) -> Site:
+    columns, rows = region.ops(COLUMN), region.ops(ROW)
+    attention = bool(region.ops(ATTENTION))
+    counts = shares(region.units.count, axis.size)
+    module = common_module([*columns, *rows])
+    facts: dict[str, Any] = {"units": region.units.count, "ranks": axis.size, "of_rank": "|".join(map(str, counts))}
+    what = "KV groups" if attention else "features"
+    if attention:
+        heads = region.placed[anchor].labels.numel()
+        facts["heads"] = heads
+        if any(int(n.labels.max()) >= region.units.count for n in region.placed.values()):
+            what = "query heads, KV heads held by several ranks"
+    note = f"{what}: {', '.join(map(str, counts))}; {len(columns)} columns, {len(rows)} rows"
+    return Site(module, "heads" if attention else "features", anchor.name, facts, note)
+
+
+def _refusal(anchor: fx.Node, error: AxisError) -> Refusal:
+    attention = _is_attention(anchor)
+    return Refusal(
+        module_path(anchor),
+        "not-followed" if attention else "not-paired",
+        f"{error} (at {module_path(error.node) or error.node.name})",
+        "it stays whole on every rank",
+    )
+
+
+__all__ = ["TensorParallel", "attention_like", "region_at"]
