@@ -37,10 +37,14 @@ from latentscan.ir.layout import Linear, SmallNumbers, is_layout, linear_of
 from latentscan.ir.mla import argument
 from latentscan.ir.ops import base
 from latentscan.ir.ops.rope import ROPE
+from latentscan.ir.ops.ssm import _OTHER_FORMS
+from latentscan.ir.sizes import is_static
 
-COLUMN, ROW, CARRY, LAYOUT, POINTWISE, REDUCTION, MATMUL, ATTENTION, CANONICAL = (
-    "column", "row", "carry", "layout", "pointwise", "reduction", "matmul", "attention", "canonical",
+COLUMN, ROW, CARRY, LAYOUT, POINTWISE, REDUCTION, MATMUL, ATTENTION, CANONICAL, CREATE, OUTSIDE = (
+    "column", "row", "carry", "layout", "pointwise", "reduction", "matmul", "attention", "canonical", "create", "outside",
 )  # fmt: skip
+CREATES = {"zeros", "zeros_like", "new_zeros", "empty_like", "new_empty"}  # recurrent states are made so, and written
+SCANS = ("chunk_scan", "state_update")
 _ATTENTIONS = {"attention", "latent_attention", "scaled_dot_product_attention"}
 _KEYS = {"attention": ("k", "v"), "latent_attention": ("k_rope",), "scaled_dot_product_attention": ("key", "value")}
 
@@ -77,13 +81,15 @@ class Region:
         inputs = tensor_inputs(op)
         if role == COLUMN:
             inputs = [self.linears[op].x]
+        if role == CREATE:
+            return []
         if role == LAYOUT and not any(leaf in self.placed for _, leaf in results(op)):
             return []
         return [n for n in inputs if n not in self.placed]
 
-    def weights(self) -> list[fx.Node]:
-        """Placeholders that are split as they are (not as the weight of a linear map)."""
-        return [n for n in self.placed if n.op == "placeholder"]
+    def weights(self, graph: Graph) -> list[fx.Node]:
+        """Parameters that are split as they are (not as the weight of a linear map)."""
+        return [n for n in self.placed if n.op == "placeholder" and graph.weight(n) is not None]
 
 
 class _Growth:
@@ -104,7 +110,7 @@ class _Growth:
                 return
             placement = Placement(old.dim, merged)
         self.region.placed[node] = placement
-        around = [*node.users] if node.op == "placeholder" else [producer(node), *node.users]
+        around = [node if node.op == "placeholder" else producer(node), *node.users]
         for op in around:
             if op not in self.queue:
                 self.queue.append(op)
@@ -113,7 +119,8 @@ class _Growth:
         while self.queue:
             op = self.queue.popleft()
             role, found = self.relate(op)
-            self.region.roles[op] = role
+            if role != OUTSIDE:
+                self.region.roles[op] = role
             for node, placement in found.items():
                 self.put(node, placement)
         region = self.region
@@ -133,9 +140,16 @@ class _Growth:
         """What a node is to the region, and what follows for its neighbours."""
         placed, graph = self.region.placed, self.graph
         if op.op == "output":
-            raise AxisError(op, "the model returns a value that would be split")
+            odd = next((n for n in op.all_input_nodes if n in placed and name_of(n) not in CREATES), None)
+            if odd is not None:
+                raise AxisError(odd, f"the model returns {odd.name}, which would be split")
+            return OUTSIDE, {}
         if op.op == "placeholder":
-            raise AxisError(op, f"{op.name} is an input that would be split")
+            if graph.weight(op) is None and is_static(graph.shape(op)[placed[op].dim]):
+                raise AxisError(op, f"{op.name} is an input that would be split")
+            return OUTSIDE, {}
+        if name_of(op) in CREATES or op.target == "copy_":
+            return CREATE, self.create(op)
         linear = linear_of(graph, op)
         if linear is not None:
             return self.linear(op, linear)
@@ -211,7 +225,7 @@ class _Growth:
 
     def canonical(self, op: fx.Node) -> tuple[str, dict[fx.Node, Placement]]:
         placed = self.region.placed
-        name = op.target._opname  # type: ignore[union-attr]
+        name = op_name(op)
         if name in _ATTENTIONS:
             return ATTENTION, self.attention(op)
         if op.target is ROPE.op:
@@ -232,8 +246,60 @@ class _Growth:
         return CANONICAL, self.by_axes(op, base.REGISTRY[op.target])
 
     def by_axes(self, op: fx.Node, info: base.OpInfo) -> dict[fx.Node, Placement]:
-        """Any other canonical op: tensors that share a logical axis share its placement."""
-        raise AxisError(op, f"{op.name} ({info.name}) has no rule for units")
+        """Any other canonical op: tensors that share a logical axis share its placement.
+
+        Groups of B and C belong to the units of the heads that read them.
+        """
+        forms = forms_of(self.graph, op, info)
+        known = next((n for n in forms if n in self.region.placed), None)
+        if known is None:
+            return {}
+        placement = self.region.placed[known]
+        axis = forms[known][placement.dim]
+        if axis not in ("heads", "channels") and known in self.region.placed and axis != "groups":
+            raise AxisError(op, f"{op.name} would be split along {axis}")
+        if axis == "groups":
+            return {}  # its heads say more, and they are always reached
+        found = {}
+        for node, form in forms.items():
+            if axis in form:
+                found[node] = Placement(form.index(axis), placement.labels)
+            elif axis == "heads" and "groups" in form:
+                dim = form.index("groups")
+                count = int(self.graph.shape(node)[dim])
+                sets = [self.region.units.union(part) for part in placement.labels.reshape(count, -1).tolist()]
+                if all(s is not None for s in sets):
+                    found[node] = Placement(dim, torch.tensor(sets, dtype=torch.int64))
+        return found
+
+    def create(self, op: fx.Node) -> dict[fx.Node, Placement]:
+        """A new tensor, or a write into one: it has the placement of what is written."""
+        inputs = tensor_inputs(op)
+        source = next((n for n in (op, *inputs) if n in self.region.placed), None)
+        return {} if source is None else {n: self.region.placed[source] for n in (op, *inputs)}
+
+
+def forms_of(graph: Graph, op: fx.Node, info: base.OpInfo) -> dict[fx.Node, tuple[str, ...]]:
+    """The logical axes of a canonical op's tensors and results."""
+    found: dict[fx.Node, tuple[str, ...]] = {}
+    for spec in op.target._schema.arguments:  # type: ignore[union-attr]
+        node = argument(op, spec.name)
+        if not is_tensor(node) or spec.name not in info.axes:
+            continue
+        rank = len(graph.shape(node))  # type: ignore[arg-type]
+        form = info.axes[spec.name]
+        other = _OTHER_FORMS.get(info.name, {}).get(spec.name)
+        form = other if other is not None and len(other) == rank else form
+        found[node] = _whole(form, rank)  # type: ignore[index]
+    for place, leaf in results(op):
+        name = "out" if not place and "out" in info.axes else f"out{place[0] if place else 0}"
+        found[leaf] = _whole(info.axes[name], len(graph.shape(leaf)))
+    return found
+
+
+def _whole(form: tuple[str, ...], rank: int) -> tuple[str, ...]:
+    """``("...", "channels")`` with as many axes as there are."""
+    return (*(f"axis {i}" for i in range(rank - len(form) + 1)), *form[1:]) if form[0] == "..." else form
 
 
 def _given(op: fx.Node, name: str) -> Any:
@@ -244,6 +310,11 @@ def _given(op: fx.Node, name: str) -> Any:
             return None
     names = ("query", "key", "value", "attn_mask", "dropout_p")
     return (dict(zip(names, op.args, strict=False)) | dict(op.kwargs)).get(name)
+
+
+def op_name(op: fx.Node) -> str:
+    """The name of a canonical op, without namespace and overload."""
+    return getattr(op.target, "_opname", "")
 
 
 def attention_operands(op: fx.Node) -> tuple[fx.Node, list[fx.Node], list[fx.Node]]:

@@ -9,13 +9,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from latentscan.ir.axes import SPLITS, execute, item, name_of, numbered, results, tensor_inputs
+from latentscan.ir.axes import SPLITS, execute, item, name_of, numbered, results
 from latentscan.ir.errors import VerifyError
-from latentscan.ir.graph import VALUE, Graph, module_path
+from latentscan.ir.graph import LOCAL, PRODUCED_BY, VALUE, Graph, module_path
 from latentscan.ir.layout import SmallNumbers
 from latentscan.ir.mesh import Axis
-from latentscan.ir.ops.collectives import copy_to, reduce_from, share_rows
-from latentscan.ir.region import ATTENTION, CARRY, COLUMN, LAYOUT, ROW, Region, attention_operands
+from latentscan.ir.mla import argument
+from latentscan.ir.ops.collectives import copy_to, reduce_from, share_rows, split_gated_norm
+from latentscan.ir.region import (
+    ATTENTION,
+    CANONICAL,
+    COLUMN,
+    CREATE,
+    LAYOUT,
+    ROW,
+    SCANS,
+    Region,
+    attention_operands,
+    op_name,
+)
 from latentscan.passes.shards import column_recipe, row_recipe, weight_recipe
 
 _SHAPED = {"view", "reshape", "expand", "new_empty", "new_zeros"}
@@ -62,7 +74,9 @@ class Split:
         for op in ops:
             for entry in self.region.entries(op):
                 self.enter(op, entry)
-        for weight in self.region.weights():
+        for op in self.region.ops(LAYOUT):  # while their inputs are still the whole weights
+            self.localize(op)
+        for weight in self.region.weights(self.graph):
             self.split_weight(weight)
         for op in ops:
             role = self.region.roles[op]
@@ -70,10 +84,17 @@ class Split:
                 self.split_column(op)
             elif role == ROW:
                 self.split_row(op)
-            elif role == LAYOUT:
-                self.localize(op)
+            elif role == CREATE:
+                self.local_size(op)
             elif role == ATTENTION:
-                self.match_heads(op)
+                query, keys, _ = attention_operands(op)
+                self.match_heads(op, op, list(dict.fromkeys(keys)), 1)
+            elif role == CANONICAL and op_name(op) in SCANS:
+                heads = next(leaf for place, leaf in results(op) if place == (0,))
+                shared = [argument(op, "B"), argument(op, "C")]
+                self.match_heads(op, heads, shared, len(self.graph.shape(shared[0])) - 2)  # type: ignore[arg-type]
+            elif role == CANONICAL and op_name(op) == "gated_rms_norm":
+                self.split_norm(op)
         self.evaluate(ops)
         for op in self.region.ops(ROW):
             self.reduce(op)
@@ -152,25 +173,53 @@ class Split:
 
     # -- nodes inside -------------------------------------------------------------------------------------------------
 
-    def match_heads(self, op: fx.Node) -> None:
-        """Repeat key heads where the rank's query heads do not share them evenly."""
-        query, keys, _ = attention_operands(op)
-        mine = self.own(op)
-        total = self.region.placed[op].labels.numel()
-        for key in dict.fromkeys(keys):
+    def match_heads(self, op: fx.Node, heads: fx.Node, keys: Sequence[Any], dim: int) -> None:
+        """Repeat key heads (or groups of B and C) where the rank's heads do not share them evenly.
+
+        Args:
+            heads: a value with one unit label a head. keys: what is shared, along ``dim``.
+        """
+        mine = self.own(heads)
+        total = self.region.placed[heads].labels.numel()
+        for key in keys:
             if key not in self.region.placed:
                 continue
-            heads = self.own(key)
+            held = self.own(key)
             group = total // self.region.placed[key].labels.numel()
-            reads = [heads.index(h // group) for h in mine]
-            each = max(1, len(mine) // len(heads))
-            if len(mine) % len(heads) == 0 and reads == [i // each for i in range(len(mine))]:
+            reads = [held.index(h // group) for h in mine]
+            each = max(1, len(mine) // len(held))
+            if len(mine) % len(held) == 0 and reads == [i // each for i in range(len(mine))]:
                 continue
             with self.graph.before(op, self.maker):
-                repeated = self.graph.graph.call_function(operator.getitem, (key, (slice(None), reads)))
-                repeated.meta = {**op.meta, VALUE: None}
+                index = (*[slice(None)] * dim, reads)
+                repeated = self.graph.graph.call_function(operator.getitem, (key, index))
+                repeated.meta = {**op.meta, VALUE: None, PRODUCED_BY: self.maker}
             op.replace_input_with(key, repeated)
             self.repeated.append(repeated)
+
+    def split_norm(self, op: fx.Node) -> None:
+        """Leave a gated norm as it is if each of its groups is on one rank; else sum squares over the ranks."""
+        labels = self.region.placed[op].labels
+        size, total = int(argument(op, "group_size")), labels.numel()  # type: ignore[call-overload]
+        held = self.region.units.held(labels, self.axis.size)
+        count = total // size
+        at = [{rank for rank, h in enumerate(held) for i in h if i // size == g} for g in range(count)]
+        if all(len(ranks) == 1 for ranks in at):
+            return
+        z = argument(op, "z")
+        groups = [i // size for i in held[self.axis.rank]]
+        weight, eps, before = (argument(op, name) for name in ("weight", "eps", "norm_before_gate"))
+        op.args = (op.args[0], z, weight, eps, size, groups, count, before, self.axis.name, self.axis.group)  # type: ignore
+        op.target, op.kwargs = split_gated_norm, {}
+
+    def local_size(self, op: fx.Node) -> None:
+        """A new tensor of this rank's size."""
+        if name_of(op) == "zeros" and op in self.region.placed:
+            shape = list(op.args[0])  # type: ignore[arg-type]
+            shape[self.region.placed[op].dim] = len(self.own(op))
+            op.args = (tuple(shape), *op.args[1:])
+        elif name_of(op) in ("new_zeros", "new_empty"):
+            self._local_shape(op, op, name_of(op))
 
     @property
     def repeated(self) -> list[fx.Node]:
@@ -285,7 +334,6 @@ class Split:
         inside |= {u for op in ops for u in op.users if u.target is operator.getitem}
         for node in self.graph.graph.nodes:
             if node in inside:
+                if node in self.region.placed:
+                    node.meta[LOCAL] = self.axis.name
                 node.meta[VALUE] = self.graph.evaluate(node)
-
-
-__all__ = ["CARRY", "Split", "differentiable", "tensor_inputs"]

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
-from latentscan.ir.axes import AxisError, Placement, Units
+from latentscan.ir.axes import AxisError, Placement, Units, results
 from latentscan.ir.errors import MeshError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import linear_of
 from latentscan.ir.mesh import Axis, shares
-from latentscan.ir.mla import attention_like
+from latentscan.ir.mla import argument
+from latentscan.ir.normalize import ATTENTION as ATTENTION_OP
 from latentscan.ir.normalize import LATENT_ATTENTION
-from latentscan.ir.region import ATTENTION, COLUMN, ROW, Region, attention_operands, grow
+from latentscan.ir.region import COLUMN, ROW, SCANS, Region, attention_operands, grow, op_name
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
 from latentscan.passes.sharding import Split
 
@@ -43,7 +45,7 @@ class TensorParallel(Pass):
         if axis.size == 1:
             return [Refusal("", "one-rank", "the mesh has one rank along tp", "give a mesh such as tp=2")]
         inside: dict[fx.Node, str] = {}
-        candidates = [n for n in graph.nodes if _is_attention(n)]
+        candidates = [n for n in graph.nodes if _is_mixer(n)]
         candidates += [n for n in graph.nodes if linear_of(graph, n) is not None]
         for anchor in candidates:
             if anchor in inside:
@@ -76,33 +78,39 @@ def tp_axis(context: Context) -> Axis:
     return context.mesh.axis("tp")
 
 
-def _is_attention(node: fx.Node) -> bool:
-    return node.target is LATENT_ATTENTION or node in attention_like_set(node.graph)
+def _is_mixer(node: fx.Node) -> bool:
+    """Whether a node has heads: an attention or a scan."""
+    plain = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+    return node.op == "call_function" and (
+        node.target in (ATTENTION_OP, LATENT_ATTENTION, *plain) or op_name(node) in SCANS
+    )
 
 
-def attention_like_set(graph: fx.Graph) -> set[fx.Node]:
-    from latentscan.ir.normalize import ATTENTION as OP
-
-    plain = (torch.nn.functional.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-    return {n for n in graph.nodes if n.op == "call_function" and n.target in (OP, *plain)}
+def _heads(graph: Graph, anchor: fx.Node) -> tuple[fx.Node, int, int]:
+    """The result of a mixer, and its numbers of heads and of groups that share keys (or B and C)."""
+    if op_name(anchor) in SCANS:
+        heads = next(leaf for place, leaf in results(anchor) if place == (0,))
+        shape = graph.shape(argument(anchor, "B"))  # type: ignore[arg-type]
+        return heads, int(graph.shape(heads)[-2]), int(shape[-2])
+    _, keys, _ = attention_operands(anchor)
+    return anchor, int(graph.shape(anchor)[1]), max([int(graph.shape(k)[1]) for k in keys] or [1])
 
 
 def region_at(graph: Graph, anchor: fx.Node, axis: Axis) -> Region:
     """The region of an attention, or the one that ends in a linear map. Raises AxisError, MeshError."""
     linear = linear_of(graph, anchor)
     if linear is None:
-        heads = int(graph.shape(anchor)[1])
-        _, keys, _ = attention_operands(anchor)
-        groups = max([int(graph.shape(k)[1]) for k in keys] or [1])
+        result, heads, groups = _heads(graph, anchor)
         if heads < axis.size:
             raise MeshError(
-                f"{axis.size} ranks share {heads} query heads, so that some would have none",
+                f"{axis.size} ranks share {heads} heads, so that some would have none",
                 where=module_path(anchor),
                 remedy=f"use tp={heads} or less",
             )
         count = groups if groups >= axis.size else heads
         labels = torch.arange(heads) // (heads // count)
-        return grow(graph, Units(count), {anchor: Placement(1, labels)})
+        dim = 1 if result is anchor else len(graph.shape(result)) - 2
+        return grow(graph, Units(count), {result: Placement(dim, labels)})
     rank = len(graph.shape(linear.x))
     width = graph.shape(linear.x)[-1]
     if not isinstance(width, int):
@@ -146,22 +154,22 @@ def common_module(nodes: list[fx.Node]) -> str:
 
 def _site(graph: Graph, anchor: fx.Node, region: Region, axis: Axis) -> Site:
     columns, rows = region.ops(COLUMN), region.ops(ROW)
-    attention = bool(region.ops(ATTENTION))
+    attention = _is_mixer(anchor)
     counts = shares(region.units.count, axis.size)
     module = common_module([*columns, *rows])
     facts: dict[str, Any] = {"units": region.units.count, "ranks": axis.size, "of_rank": "|".join(map(str, counts))}
-    what = "KV groups" if attention else "features"
+    what = "features"
     if attention:
-        heads = region.placed[anchor].labels.numel()
-        facts["heads"] = heads
-        if any(int(n.labels.max()) >= region.units.count for n in region.placed.values()):
-            what = "query heads, KV heads held by several ranks"
+        _, facts["heads"], groups = _heads(graph, anchor)
+        what = "groups" if op_name(anchor) in SCANS else "KV groups"
+        if region.units.count > groups:
+            what = f"heads; {what} are held by all ranks that read them"
     note = f"{what}: {', '.join(map(str, counts))}; {len(columns)} columns, {len(rows)} rows"
     return Site(module, "heads" if attention else "features", anchor.name, facts, note)
 
 
 def _refusal(anchor: fx.Node, error: AxisError) -> Refusal:
-    attention = _is_attention(anchor)
+    attention = _is_mixer(anchor)
     return Refusal(
         module_path(anchor),
         "not-followed" if attention else "not-paired",
@@ -170,4 +178,4 @@ def _refusal(anchor: fx.Node, error: AxisError) -> Refusal:
     )
 
 
-__all__ = ["TensorParallel", "attention_like", "region_at"]
+__all__ = ["TensorParallel", "region_at"]

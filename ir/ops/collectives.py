@@ -50,6 +50,19 @@ class _ReduceStart(torch.autograd.Function):
         return grad, None
 
 
+class _SumStart(torch.autograd.Function):
+    """A sum that every rank goes on with in its own way: its gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return _OPS.all_reduce(x.contiguous(), "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return sum_over(grad, ctx.group), None
+
+
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -95,8 +108,31 @@ def share_rows(x: Tensor, dim: int, total: int, own: Sequence[int], axis: str, g
     return _ShareRows.apply(x, dim, total, list(own), group)
 
 
+def split_gated_norm(
+    x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_size: int, groups: Sequence[int], count: int,
+    norm_before_gate: bool, axis: str, group: str,
+) -> Tensor:  # fmt: skip
+    """A gated RMS norm whose groups of channels lie on several ranks: one all-reduce of the sums of squares (fp32).
+
+    Args:
+        x, z: [.., local channels]; weight: [local channels].
+        group_size: channels of a whole group. groups: the group of each local channel; count: groups in all.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    value = x.to(wide)
+    if z is not None and not norm_before_gate:
+        value = value * torch.nn.functional.silu(z.to(wide))
+    of = torch.tensor(list(groups), device=x.device)
+    member = (of[:, None] == torch.arange(count, device=x.device)).to(wide)  # [local channels, groups]
+    sums = _Wait.apply(_SumStart.apply(value.square() @ member, group))
+    value = value * (torch.rsqrt(sums / group_size + eps) @ member.t()) * weight.to(wide)
+    if z is not None and norm_before_gate:
+        value = value * torch.nn.functional.silu(z.to(wide))
+    return value.to(x.dtype)
+
+
 # What a graph's node that communicates can call; each takes the axis and the group as its last arguments.
-COLLECTIVES = (copy_to, reduce_from, share_rows)
+COLLECTIVES = (copy_to, reduce_from, share_rows, split_gated_norm)
 
 
 def gather_shards(x: Tensor, dim: int, held: Sequence[Sequence[int]], total: int, group: str) -> Tensor:
