@@ -7,6 +7,7 @@ share; downwards at linear maps that sum over the units (rows), whose results ar
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +41,9 @@ from latentscan.ir.ops.rope import ROPE
 from latentscan.ir.ops.ssm import _OTHER_FORMS
 from latentscan.ir.sizes import is_static
 
-COLUMN, ROW, CARRY, LAYOUT, POINTWISE, REDUCTION, MATMUL, ATTENTION, CANONICAL, CREATE, OUTSIDE = (
-    "column", "row", "carry", "layout", "pointwise", "reduction", "matmul", "attention", "canonical", "create", "outside",
+COLUMN, ROW, CARRY, LAYOUT, POINTWISE, REDUCTION, MATMUL, ATTENTION, CANONICAL, CREATE, CONTRACT, OUTSIDE = (
+    "column", "row", "carry", "layout", "pointwise", "reduction", "matmul", "attention", "canonical", "create", "contract",
+    "outside",
 )  # fmt: skip
 CREATES = {"zeros", "zeros_like", "new_zeros", "empty_like", "new_empty"}  # recurrent states are made so, and written
 SCANS = ("chunk_scan", "state_update")
@@ -76,7 +78,7 @@ class Region:
     def entries(self, op: fx.Node) -> list[fx.Node]:
         """Values that all ranks hold and that a node inside reads."""
         role = self.roles[op]
-        if role == ROW or (role == CANONICAL and name_of(op).startswith("cache_append")):
+        if role in (ROW, CONTRACT) or (role == CANONICAL and name_of(op).startswith("cache_append")):
             return []
         inputs = tensor_inputs(op)
         if role == COLUMN:
@@ -132,7 +134,7 @@ class _Growth:
                 odd = next((leaf for _, leaf in results(op) if leaf not in region.placed), None)
                 if odd is not None:
                     raise AxisError(odd, f"{odd.name} mixes the units of {op.all_input_nodes[0].name}")
-        if not region.ops(ROW):
+        if not region.ops(ROW, CONTRACT):
             raise AxisError(next(iter(region.placed)), "no linear map sums over the units")
         return region
 
@@ -166,7 +168,9 @@ class _Growth:
         if is_reduction(op):
             return REDUCTION, through_reduction(graph, op, placed)
         if is_matmul(op):
-            return MATMUL, through_matmul(graph, op, placed)
+            return self.matmul(op)
+        if picks_rows(graph, op):
+            return CARRY, self.gather(op)
         if op.target == "size" and op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else None) is not None:
             dim = op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else None)
             source: Any = op.args[0]
@@ -191,6 +195,32 @@ class _Growth:
             return ROW, {}
         placement = placed.get(op) or placed[linear.x]
         return CARRY, {op: placement, linear.x: placement}
+
+    def matmul(self, op: fx.Node) -> tuple[str, dict[fx.Node, Placement]]:
+        """A product: it sums over the units if they lie along the dimension that both operands share."""
+        x, y = op.args[:2]
+        for node, other, from_end in ((x, y, 1), (y, x, 2)):
+            placement = self.region.placed.get(node)  # type: ignore[arg-type]
+            if placement is None or placement.dim != len(self.graph.shape(node)) - from_end:  # type: ignore[arg-type]
+                continue
+            if op in self.region.placed:
+                raise AxisError(op, f"both an input and the result of {op.name} would be split")
+            dim = len(self.graph.shape(other)) - (3 - from_end)  # type: ignore[arg-type]
+            return CONTRACT, {other: Placement(dim, placement.labels)}  # type: ignore[dict-item]
+        return MATMUL, through_matmul(self.graph, op, self.region.placed)
+
+    def gather(self, op: fx.Node) -> dict[fx.Node, Placement]:
+        """Whole rows of a weight by number, such as the weights of chosen experts."""
+        source: Any = op.args[0]
+        shift = len(self.graph.shape(op)) - len(self.graph.shape(source))
+        placed = self.region.placed
+        if source in placed:
+            if placed[source].dim == 0:
+                raise AxisError(op, f"{op.name} picks among the units of {source.name}")
+            return {op: Placement(placed[source].dim + shift, placed[source].labels)}
+        if placed[op].dim - shift < 1:
+            raise AxisError(op, f"the units of {op.name} are what it picks")
+        return {source: Placement(placed[op].dim - shift, placed[op].labels)}
 
     def attention(self, op: fx.Node) -> dict[fx.Node, Placement]:
         """Heads of queries and result; keys and values belong to the units of the query heads that read them."""
@@ -277,6 +307,14 @@ class _Growth:
         inputs = tensor_inputs(op)
         source = next((n for n in (op, *inputs) if n in self.region.placed), None)
         return {} if source is None else {n: self.region.placed[source] for n in (op, *inputs)}
+
+
+def picks_rows(graph: Graph, op: fx.Node) -> bool:
+    """Whether a node is ``weight[numbers]`` with a tensor of row numbers."""
+    if op.op != "call_function" or op.target is not operator.getitem or graph.weight(op.args[0]) is None:
+        return False
+    index = op.args[1]
+    return is_tensor(index) and not graph.value(index).is_floating_point() and graph.value(index).dtype != torch.bool
 
 
 def forms_of(graph: Graph, op: fx.Node, info: base.OpInfo) -> dict[fx.Node, tuple[str, ...]]:

@@ -20,6 +20,7 @@ from latentscan.ir.region import (
     ATTENTION,
     CANONICAL,
     COLUMN,
+    CONTRACT,
     CREATE,
     LAYOUT,
     ROW,
@@ -96,7 +97,7 @@ class Split:
             elif role == CANONICAL and op_name(op) == "gated_rms_norm":
                 self.split_norm(op)
         self.evaluate(ops)
-        for op in self.region.ops(ROW):
+        for op in self.region.ops(ROW, CONTRACT):
             self.reduce(op)
 
     # -- borders ----------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from latentscan.ir.axes import AxisError, Placement, Units, results
+from latentscan.ir.axes import AxisError, Placement, Units, is_matmul, results
 from latentscan.ir.errors import MeshError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import linear_of
@@ -17,9 +17,10 @@ from latentscan.ir.mesh import Axis, shares
 from latentscan.ir.mla import argument
 from latentscan.ir.normalize import ATTENTION as ATTENTION_OP
 from latentscan.ir.normalize import LATENT_ATTENTION
-from latentscan.ir.region import COLUMN, ROW, SCANS, Region, attention_operands, grow, op_name
+from latentscan.ir.region import COLUMN, CONTRACT, ROW, SCANS, Region, attention_operands, grow, op_name, picks_rows
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
 from latentscan.passes.sharding import Split
+from latentscan.passes.vocabulary import split_vocabulary, vocabularies, vocabulary_site
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class TensorParallel(Pass):
             return [Refusal("", "one-rank", "the mesh has one rank along tp", "give a mesh such as tp=2")]
         inside: dict[fx.Node, str] = {}
         candidates = [n for n in graph.nodes if _is_mixer(n)]
+        candidates += [n for n in graph.nodes if _sums_experts(graph, n)]
         candidates += [n for n in graph.nodes if linear_of(graph, n) is not None]
         for anchor in candidates:
             if anchor in inside:
@@ -58,14 +60,25 @@ class TensorParallel(Pass):
                 continue
             inside.update(dict.fromkeys(region.roles, ""))
             found.append(_site(graph, anchor, region, axis))
+        for weight in vocabularies(graph):
+            made = vocabulary_site(graph, weight, axis, inside)
+            found.append(made)
+            if isinstance(made, Site):
+                inside.update(dict.fromkeys(weight.users, ""))
         return [f for f in found if not (isinstance(f, Refusal) and self._covered(graph, f, inside))]
 
     def _covered(self, graph: Graph, refusal: Refusal, inside: dict[fx.Node, str]) -> bool:
         """Whether a linear map that could not be a row turned out to be part of a later region."""
-        return refusal.rule == "not-paired" and any(module_path(n) == refusal.module for n in inside if linear_of(graph, n))
+        if refusal.rule != "not-paired" and refusal.rule != "not-followed":
+            return False
+        paths = {module_path(n) for n in inside if linear_of(graph, n) is not None or is_matmul(n)}
+        return refusal.module in paths
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
         axis = tp_axis(context)
+        if site.rule == "vocabulary":
+            split_vocabulary(graph, graph.node(site.anchor), axis, self.name, site.module)
+            return
         region = region_at(graph, graph.node(site.anchor), axis)
         Split(graph, region, axis, self.name, site.module).run()
 
@@ -99,6 +112,8 @@ def _heads(graph: Graph, anchor: fx.Node) -> tuple[fx.Node, int, int]:
 def region_at(graph: Graph, anchor: fx.Node, axis: Axis) -> Region:
     """The region of an attention, or the one that ends in a linear map. Raises AxisError, MeshError."""
     linear = linear_of(graph, anchor)
+    if linear is None and not _is_mixer(anchor):
+        return expert_region(graph, anchor)
     if linear is None:
         result, heads, groups = _heads(graph, anchor)
         if heads < axis.size:
@@ -121,11 +136,25 @@ def region_at(graph: Graph, anchor: fx.Node, axis: Axis) -> Region:
     return region
 
 
+def _sums_experts(graph: Graph, node: fx.Node) -> bool:
+    """Whether a node multiplies with the weights of chosen experts."""
+    return is_matmul(node) and any(picks_rows(graph, x) for x in node.args[:2] if isinstance(x, fx.Node))
+
+
+def expert_region(graph: Graph, anchor: fx.Node) -> Region:
+    """The region that ends where a product with experts' weights sums over their inner features."""
+    x: Any = anchor.args[0]
+    width = graph.shape(x)[-1]
+    if not isinstance(width, int):
+        raise AxisError(anchor, f"{x.name} has no fixed number of features")
+    return grow(graph, Units(width), {x: Placement(len(graph.shape(x)) - 1, torch.arange(width))})
+
+
 def check_region(graph: Graph, region: Region, axis: Axis, inside: dict[fx.Node, str]) -> None:
     """Raise AxisError unless a region can be rewritten as a whole."""
     labels: dict[str, torch.Tensor] = {}
-    if not region.ops(COLUMN):
-        raise AxisError(region.ops(ROW)[0], "nothing above it is split")
+    if not region.ops(COLUMN) and not region.weights(graph):
+        raise AxisError(region.ops(ROW, CONTRACT)[0], "nothing above it is split")
     for op in region.ops():
         if op in inside:
             raise AxisError(op, f"{op.name} is part of another region")
@@ -153,10 +182,12 @@ def common_module(nodes: list[fx.Node]) -> str:
 
 
 def _site(graph: Graph, anchor: fx.Node, region: Region, axis: Axis) -> Site:
-    columns, rows = region.ops(COLUMN), region.ops(ROW)
+    columns, rows = region.ops(COLUMN), region.ops(ROW, CONTRACT)
     attention = _is_mixer(anchor)
     counts = shares(region.units.count, axis.size)
     module = common_module([*columns, *rows])
+    if region.ops(CONTRACT):  # the module that holds the experts' weights
+        module = graph.weight(region.weights(graph)[0]).path.rpartition(".")[0]  # type: ignore[union-attr]
     facts: dict[str, Any] = {"units": region.units.count, "ranks": axis.size, "of_rank": "|".join(map(str, counts))}
     what = "features"
     if attention:
@@ -165,14 +196,15 @@ def _site(graph: Graph, anchor: fx.Node, region: Region, axis: Axis) -> Site:
         if region.units.count > groups:
             what = f"heads; {what} are held by all ranks that read them"
     note = f"{what}: {', '.join(map(str, counts))}; {len(columns)} columns, {len(rows)} rows"
-    return Site(module, "heads" if attention else "features", anchor.name, facts, note)
+    rule = "heads" if attention else "experts" if region.ops(CONTRACT) else "features"
+    return Site(module, rule, anchor.name, facts, note)
 
 
 def _refusal(anchor: fx.Node, error: AxisError) -> Refusal:
     attention = _is_mixer(anchor)
     return Refusal(
         module_path(anchor),
-        "not-followed" if attention else "not-paired",
+        "not-followed" if attention or is_matmul(anchor) else "not-paired",
         f"{error} (at {module_path(error.node) or error.node.name})",
         "it stays whole on every rank",
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from latentscan.ir.errors import MeshError
+from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
+
+PARALLEL = ("tensor-parallel",)  # passes that need a mesh, and leave a rank its part of the weights
 
 
 def bind_mesh(given: Any, model: torch.nn.Module) -> Mesh | None:
@@ -62,6 +66,28 @@ def group_of(axis: Axis) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._resolve_process_group(axis.group)
+
+
+@contextlib.contextmanager
+def one_writes(mesh: Mesh) -> Iterator[bool]:
+    """True inside the block on the mesh's first rank; the others wait for it, and raise what it raised.
+
+    Raises:
+        CheckpointError: on every other rank, if the first one failed.
+    """
+    first = all(a.rank == 0 for a in mesh.axes)
+    failure: BaseException | None = None
+    try:
+        yield first
+    except BaseException as error:  # told to the others before it goes on
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    for axis in reversed(mesh.axes):
+        told = next((t for t in gather_facts(axis, told) if t is not None), None)
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise CheckpointError(f"the first rank could not write: {told}", remedy="see its own error")
 
 
 def gather_facts(axis: Axis, facts: Any) -> list[Any]:

@@ -41,6 +41,7 @@ class TracedGraph:
     records: list[PassRecord]
     operations: list[dict[str, int]] = field(default_factory=list)  # canonical ops of each form made so far
     executable: Executable | None = field(default=None, repr=False)
+    collectives: int = 0  # nodes that communicate
 
     def note(self, program: Program, graph: Graph) -> None:
         """Count the canonical ops of a form that is about to be lowered."""
@@ -49,6 +50,10 @@ class TracedGraph:
             if node.op == "call_function" and getattr(node.target, "namespace", "") == "latentscan":
                 found[node.target._opname] = found.get(node.target._opname, 0) + 1
         self.operations.append(found)
+        if any(r.name == "tensor-parallel" for r in self.records):
+            from latentscan.ir.ops.collectives import COLLECTIVES
+
+            self.collectives = sum(n.target in COLLECTIVES for n in graph.graph.nodes)
 
 
 class Session:

@@ -17,7 +17,7 @@ from latentscan.runtime.binding import refresh_folded
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
-from latentscan.runtime.mesh import bind_mesh, check_alike
+from latentscan.runtime.mesh import PARALLEL, bind_mesh, check_alike
 from latentscan.runtime.models import check_model
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
@@ -82,6 +82,11 @@ def wrap(
         from latentscan.runtime.calibration import statistics_for
 
         statistics = statistics_for(model, passes, options.calibration)
+    if options.mesh is not None and not any(p.name in PARALLEL for p in passes):
+        raise PipelineError(
+            f"mesh {options.mesh!r} is given, but no pass of the pipeline uses it",
+            remedy=f"add one of {', '.join(PARALLEL)}, or leave mesh out",
+        )
     mesh = bind_mesh(options.mesh, model)
     if mesh is not None:
         check_alike(mesh, model, options.pipeline)

@@ -73,6 +73,23 @@ class _Wait(torch.autograd.Function):
         return grad
 
 
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], rank: int, group: str) -> Tensor:
+        ctx.own = sum(sizes[:rank]), sizes[rank]
+        rows = x.movedim(-1, 0)
+        if sizes[rank] < max(sizes):  # an uneven gather is wrong without an error
+            rows = torch.cat([rows, rows.new_zeros(max(sizes) - sizes[rank], *rows.shape[1:])])
+        every = _wait(_OPS.all_gather_into_tensor(rows.contiguous(), len(sizes), group))
+        if min(sizes) < max(sizes):
+            every = torch.cat([every[i * max(sizes) : i * max(sizes) + n] for i, n in enumerate(sizes)])
+        return every.movedim(0, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad.narrow(-1, *ctx.own).contiguous(), None, None, None
+
+
 class _ShareRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, total: int, own: list[int], group: str) -> Tensor:
@@ -108,6 +125,29 @@ def share_rows(x: Tensor, dim: int, total: int, own: Sequence[int], axis: str, g
     return _ShareRows.apply(x, dim, total, list(own), group)
 
 
+def gather_last(x: Tensor, sizes: Sequence[int], rank: int, axis: str, group: str) -> Tensor:
+    """The whole of a value whose last dimension is split; the gradient, which all ranks hold, is cut again.
+
+    Args:
+        x: [.., sizes[rank]]. sizes: of every rank; shorter ones are padded on the way.
+    """
+    return _GatherLast.apply(x, list(sizes), rank, group)
+
+
+def embed_rows(
+    ids: Tensor, weight: Tensor, start: int, stop: int, padding: int | None, axis: str, group: str
+) -> Tensor:
+    """``F.embedding`` of a table whose rows ``start`` to ``stop`` are here: other ids give zeros, then a sum.
+
+    Args:
+        ids: any shape. weight: [stop - start, features]. padding: number of a row (of the whole) without gradient.
+    """
+    here = (ids >= start) & (ids < stop)
+    own = padding - start if padding is not None and start <= padding < stop else None
+    rows = torch.nn.functional.embedding(torch.where(here, ids - start, 0), weight, own)
+    return reduce_from(torch.where(here.unsqueeze(-1), rows, 0.0), axis, group)
+
+
 def split_gated_norm(
     x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_size: int, groups: Sequence[int], count: int,
     norm_before_gate: bool, axis: str, group: str,
@@ -132,7 +172,7 @@ def split_gated_norm(
 
 
 # What a graph's node that communicates can call; each takes the axis and the group as its last arguments.
-COLLECTIVES = (copy_to, reduce_from, share_rows, split_gated_norm)
+COLLECTIVES = (copy_to, reduce_from, share_rows, gather_last, embed_rows, split_gated_norm)
 
 
 def gather_shards(x: Tensor, dim: int, held: Sequence[Sequence[int]], total: int, group: str) -> Tensor:
