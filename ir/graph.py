@@ -18,6 +18,7 @@ from latentscan.ir.weights import Added, Recipe, Weight
 
 VALUE = "example_value"  # Dynamo's key for a node's fake value
 PRODUCED_BY = "latentscan_pass"  # node.meta: name of the pass that made the node
+LOCAL = "latentscan_local"  # node.meta: mesh axis of which the value is one rank's part
 REGION = "latentscan_recompute"  # node.meta: id of the gradient-checkpointing region that the node belongs to
 
 _IMPURE_FUNCTIONS = {

@@ -55,6 +55,8 @@ class Recipe:
         inverse: ``inverse(*targets) -> tuple of tensors`` in the order of ``sources``, or None if the old weights
             cannot be rebuilt.
         keep: for the plan's text form: facts such as the rank.
+        group: not empty if the targets are this rank's part of the sources: ``inverse`` then communicates, and every
+            rank of that process group must call it.
     """
 
     sources: tuple[str, ...]
@@ -64,6 +66,7 @@ class Recipe:
     function: Callable[..., tuple[torch.Tensor, ...]]
     inverse: Callable[..., tuple[torch.Tensor, ...]] | None = None
     keep: dict[str, Any] = field(default_factory=dict)
+    group: str = ""
 
 
 @dataclass

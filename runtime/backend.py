@@ -56,6 +56,11 @@ def _compile(
             raise PipelineError(
                 f"option {name} is not served by torch.compile's door", remedy=f"use latentscan.wrap(model, {name}=...)"
             )
+    if chosen.mesh is not None:
+        raise PipelineError(
+            "mesh is not served by torch.compile's door: every rank would keep the whole model",
+            remedy="use latentscan.wrap(model, mesh=...) before the optimiser is built",
+        )
     passes = parse(chosen.pipeline)
     for current in passes:
         if getattr(current, "wants_statistics", False):

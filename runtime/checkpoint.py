@@ -26,8 +26,9 @@ from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, parse, run, to_text
 from latentscan.runtime.atomic import replaced_directory
 from latentscan.runtime.door import install
+from latentscan.runtime.mesh import PARALLEL, one_writes
 from latentscan.runtime.options import Options
-from latentscan.runtime.own import bury, get, make_parameters, place, release, tombstone
+from latentscan.runtime.own import SaveHook, bury, get, make_parameters, place, release, tombstone
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.session import Session
 from latentscan.runtime.source import MARKER, one_line, quiet
@@ -63,12 +64,23 @@ def write(session: Session, directory: Any, extra: Callable[[Path], None] | None
     model = session.model
     theirs = type(model).save_pretrained
     given = inspect.signature(theirs).bind(model, directory, *args, **kwargs).arguments
-    if not given.get("is_main_process", True):
+    if not given.get("is_main_process", True) and session.mesh is None:
         return
     if given.get("push_to_hub"):
         raise CheckpointError(
             "push_to_hub is not served", where=str(directory), remedy="save, then upload the directory"
         )
+    if session.mesh is not None:  # every rank comes here; the first one writes, all end alike
+        kwargs = {**kwargs, "state_dict": gathered_state(session), "is_main_process": True}
+        with one_writes(session.mesh) as mine:
+            if mine:
+                _write(session, directory, extra, *args, **kwargs)
+        return
+    _write(session, directory, extra, *args, **kwargs)
+
+
+def _write(session: Session, directory: Any, extra: Callable[[Path], None] | None, *args: Any, **kwargs: Any) -> None:
+    model, theirs = session.model, type(session.model).save_pretrained
     target = check_target(directory)
     if any(r.inverse is None for r in session.plan.recipes):
         warnings.warn(
@@ -87,7 +99,6 @@ def write(session: Session, directory: Any, extra: Callable[[Path], None] | None
             raise CheckpointError(
                 f"cannot be written: {error}", where=str(target), remedy="choose another place"
             ) from error
-
 
 def check_target(directory: Any) -> Path:
     """Where a model may be saved.
@@ -117,9 +128,30 @@ def _description(session: Session, folder: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "class": type(session.model).__name__,
-        "plan": session.plan.to_json(),
+        "plan": unsharded(session.plan).to_json(),
         "reads_as_plain_model": all(r.inverse is not None for r in session.plan.recipes),
     }
+
+
+def gathered_state(session: Session) -> dict[str, torch.Tensor]:
+    """The state dict of the whole model. Every rank of the mesh must call it."""
+    state = session.model.state_dict()
+    for recipe in reversed([r for r in session.plan.recipes if r.group]):
+        parts = [state.pop(t) for t in recipe.targets]
+        with torch.no_grad():
+            state.update(zip(recipe.sources, recipe.inverse(*parts), strict=True))  # type: ignore[misc]
+    SaveHook(session.plan.recipes, session.plan.released)(session.model, state, "", {})
+    return state
+
+
+def unsharded(plan: ModelPlan) -> ModelPlan:
+    """The plan as it would be in one process: what is saved is whole."""
+    passes = [p for p in parse(plan.pipeline) if p.name not in PARALLEL]
+    facts = {key: facts for key, facts in plan.facts.items() if key[0] not in PARALLEL}
+    recipes = tuple(r for r in plan.recipes if not r.group)
+    sources = {s for r in recipes for s in r.sources}
+    released = tuple(path for path in plan.released if path in sources)
+    return ModelPlan(to_text(passes), facts, recipes, released)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

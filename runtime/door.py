@@ -142,8 +142,8 @@ def install(model: torch.nn.Module, session: Session) -> None:
     if hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = SavePretrained(session)
     save = SaveHook(session.plan.recipes, session.plan.released)
-    if save.recipes:
-        load = LoadHook(session.plan.recipes, session.plan.released)
+    load = LoadHook(session.plan.recipes, session.plan.released)
+    if load.recipes:
         handles = model.register_state_dict_post_hook(save), model.register_load_state_dict_pre_hook(load)
         model.__dict__["_latentscan_hooks"] = [h.id for h in handles]
 

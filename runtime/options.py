@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from latentscan.ir.errors import PipelineError
+from latentscan.ir.mesh import parse_mesh
 from latentscan.passes.pipeline import nearest
 
 
@@ -22,7 +23,7 @@ class Options:
         check: compare the numbers after every pass: False, True, or {pass name or "default": tolerance}.
         dump: folder for a dump of every pass, or None.
         calibration: text or tokens for passes that need statistics.
-        mesh: device mesh, not served yet.
+        mesh: what parallel passes split over: text such as ``tp=2``, or a DeviceMesh with named axes.
     """
 
     pipeline: str = ""
@@ -62,8 +63,10 @@ class Options:
             )
         if self.dump is not None and not isinstance(self.dump, (str, os.PathLike)):
             raise PipelineError(f"dump={self.dump!r} is not a folder's name", remedy="give a path")
-        if self.mesh is not None:
-            raise PipelineError("mesh is not served yet", remedy="leave it out: parallel passes are not built")
+        if self.mesh is not None and self.check:
+            raise PipelineError("check is not served with a mesh yet", remedy="check the pipeline in one process")
+        if isinstance(self.mesh, str):
+            parse_mesh(self.mesh)
         from latentscan.lowering.select import resolve_target
 
         resolve_target(self.target)

@@ -11,6 +11,7 @@ from latentscan.ir.errors import RefusedError
 from latentscan.ir.weights import Recipe, bytes_of
 
 RELEASED = "_latentscan_released"  # on a module: names of its buffers that stand for released Parameters
+TIES = "_latentscan_ties"  # on the model: path of a released Parameter -> its other names
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -57,11 +58,17 @@ def release(model: torch.nn.Module, paths: Sequence[str]) -> int:
     """
     old = {id(p): p for p in (get(model, path) for path in paths)}
     dead = {key: tombstone(p.shape, p.dtype, p.device) for key, p in old.items()}
+    names: dict[int, list[str]] = {}
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module._parameters.items()):
             if id(parameter) in dead:
                 del module._parameters[name]
-                bury(model, f"{prefix}.{name}" if prefix else name, dead[id(parameter)])
+                path = f"{prefix}.{name}" if prefix else name
+                names.setdefault(id(parameter), []).append(path)
+                bury(model, path, dead[id(parameter)])
+    ties = {mine: [n for n in every if n != mine] for every in names.values() for mine in every if len(every) > 1}
+    if ties:
+        setattr(model, TIES, {**getattr(model, TIES, {}), **ties})
     return sum(bytes_of(p) for p in old.values())
 
 
@@ -84,8 +91,11 @@ def shrink_tombstones(model: torch.nn.Module) -> None:
 
 
 def refuse_tied(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequence[str]) -> None:
-    """Raise RefusedError if a weight that goes and could be rebuilt has several names: a state dict needs them all."""
-    gone = {s for r in recipes if r.inverse is not None for s in r.sources if s in released}
+    """Raise RefusedError if a weight that goes and could be rebuilt has several names: a state dict needs them all.
+
+    A part of a tied weight stays tied: all readers read the one part.
+    """
+    gone = {s for r in recipes if r.inverse is not None and not r.group for s in r.sources if s in released}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -122,6 +132,8 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
         trains = any(t.requires_grad for t in targets)  # type: ignore[union-attr]
         for path, value in zip(recipe.sources, values, strict=True):
             rebuilt[path] = torch.nn.Parameter(value.detach().clone(), requires_grad=trains)
+    ties = getattr(model, TIES, {})
+    rebuilt.update({other: p for path, p in list(rebuilt.items()) for other in ties.get(path, ())})
     for path, parameter in rebuilt.items():
         module, name = place(model, path)
         module._buffers.pop(name, None)
@@ -134,7 +146,8 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
         for path in recipe.targets:
             module, name = place(model, path)
             module._parameters.pop(name, None)
-    ignored = [path for path in getattr(model, DDP_IGNORES, ()) if path not in released]
+    model.__dict__.pop(TIES, None)
+    ignored = [path for path in getattr(model, DDP_IGNORES, ()) if path not in released and path not in ties]
     if ignored:
         setattr(model, DDP_IGNORES, ignored)
     elif DDP_IGNORES in model.__dict__:
@@ -142,11 +155,18 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
 
 
 class StateDictMap:
-    """Original names in a wrapped model's state dict, wherever the recipes have inverses."""
+    """Original names in a wrapped model's state dict, wherever the recipes have inverses.
+
+    A rank's part of a weight keeps its new name: a state dict that communicates hangs when one rank alone asks for it.
+    ``save_pretrained`` gathers.
+    """
+
+    shards = False  # whether parts of weights are mapped too
 
     def __init__(self, recipes: Sequence[Recipe], released: Sequence[str]) -> None:
         gone = set(released)
-        self.recipes = tuple(r for r in recipes if r.inverse is not None and all(s in gone for s in r.sources))
+        wanted = [r for r in recipes if r.inverse is not None and (self.shards or not r.group)]
+        self.recipes = tuple(r for r in wanted if all(s in gone for s in r.sources))
 
 
 class SaveHook(StateDictMap):
@@ -171,6 +191,8 @@ class SaveHook(StateDictMap):
 class LoadHook(StateDictMap):
     """load_state_dict pre-hook: originals become the new weights; new names are taken as they are."""
 
+    shards = True
+
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         for recipe in self.recipes:
             names = [prefix + s for s in recipe.sources]
@@ -180,4 +202,7 @@ class LoadHook(StateDictMap):
                 values = recipe.function(*[state[n] for n in names])
             for name in names:
                 del state[name]
+            for path in recipe.sources:
+                for other in getattr(module, TIES, {}).get(path, ()):
+                    state.pop(prefix + other, None)
             state.update(zip((prefix + t for t in recipe.targets), values, strict=True))

@@ -14,6 +14,7 @@ from latentscan.ir.capture import forget_compiled, from_dynamo, trace_settings, 
 from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError
 from latentscan.ir.frontends.base import MARK
 from latentscan.ir.graph import Graph
+from latentscan.ir.mesh import Mesh
 from latentscan.passes.base import Context, Pass
 from latentscan.passes.pipeline import PassRecord, Program, is_cached, run
 from latentscan.runtime.binding import OwnedWeights
@@ -40,6 +41,7 @@ class TracedGraph:
     records: list[PassRecord]
     operations: list[dict[str, int]] = field(default_factory=list)  # canonical ops of each form made so far
     executable: Executable | None = field(default=None, repr=False)
+    collectives: int = 0  # nodes that communicate
 
     def note(self, program: Program, graph: Graph) -> None:
         """Count the canonical ops of a form that is about to be lowered."""
@@ -48,13 +50,25 @@ class TracedGraph:
             if node.op == "call_function" and getattr(node.target, "namespace", "") == "latentscan":
                 found[node.target._opname] = found.get(node.target._opname, 0) + 1
         self.operations.append(found)
+        if any(r.name == "tensor-parallel" for r in self.records):
+            from latentscan.ir.ops.collectives import COLLECTIVES
+
+            self.collectives = sum(n.target in COLLECTIVES for n in graph.graph.nodes)
 
 
 class Session:
     """The state of one wrapped model. The model is held weakly; ``copy.deepcopy(model)`` gets a session of its own."""
 
-    def __init__(self, model: torch.nn.Module, passes: Sequence[Pass], plan: ModelPlan, options: Options) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        passes: Sequence[Pass],
+        plan: ModelPlan,
+        options: Options,
+        mesh: Mesh | None = None,
+    ) -> None:
         self.model_reference = weakref.ref(model)
+        self.mesh = mesh
         self.passes, self.plan, self.options = tuple(passes), plan, options
         self.graphs: list[TracedGraph] = []
         self.weights = OwnedWeights(model)
@@ -72,7 +86,7 @@ class Session:
         model = memo.get(id(self.model))
         if model is None:
             raise RefusedError("a session is copied only together with its model", remedy="copy.deepcopy(model)")
-        copy = Session(model, self.passes, self.plan, self.options)
+        copy = Session(model, self.passes, self.plan, self.options, self.mesh)
         memo[id(self)] = copy
         return copy
 
@@ -86,7 +100,9 @@ class Session:
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = from_dynamo(module, example_inputs)
         inputs = list(graph.inputs)
-        context = Context(facts=self.plan.facts, own_parameters=True, required=self.plan.required)
+        context = Context(
+            facts=self.plan.facts, own_parameters=True, required=self.plan.required, mesh=self.mesh
+        )
         training, cached = graph.training, is_cached(graph)
         program = run(graph, self.passes, context, strict=False)
         traced = TracedGraph(training, cached, program.records)

@@ -17,6 +17,7 @@ from latentscan.runtime.binding import refresh_folded
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
+from latentscan.runtime.mesh import PARALLEL, bind_mesh, check_alike
 from latentscan.runtime.models import check_model
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
@@ -41,6 +42,9 @@ def wrap(
         model: a Hugging Face causal language model. Its class, ``generate``, ``state_dict``, ``train``/``eval``,
             autocast, gradient checkpointing and ``save_pretrained`` stay.
         pipeline: passes as text, e.g. ``"mla-mm-split,latent-cache,mla-absorb"``; empty: canonical form only.
+        mesh: what parallel passes split over: text such as ``tp=2``, of which torch.distributed's ranks are then the
+            members in order, or a DeviceMesh with axes named ``dp``, ``tp``, ``cp``. Every rank calls ``wrap`` with
+            the same model, and from then on makes the same calls in the same order.
         target: ``auto`` or ``reference``.
         calibration: a path, a list of strings or a token tensor [N, L], for passes that need statistics.
         check: compare the numbers after every pass on seeded inputs: True, or a dict of tolerances.
@@ -52,8 +56,8 @@ def wrap(
 
     Raises:
         PipelineError: a bad pipeline or option. RefusedError: a pass found nothing, or the model is of a kind that
-        is not served. CaptureError: the model does not trace. NumericsError: ``check`` failed. In every case the
-        model is as it was.
+        is not served. CaptureError: the model does not trace. NumericsError: ``check`` failed. MeshError: the mesh
+        does not fit the model or the ranks. In every case the model is as it was.
     """
     options = Options.of(
         {
@@ -78,11 +82,19 @@ def wrap(
         from latentscan.runtime.calibration import statistics_for
 
         statistics = statistics_for(model, passes, options.calibration)
-    plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True))
+    if options.mesh is not None and not any(p.name in PARALLEL for p in passes):
+        raise PipelineError(
+            f"mesh {options.mesh!r} is given, but no pass of the pipeline uses it",
+            remedy=f"add one of {', '.join(PARALLEL)}, or leave mesh out",
+        )
+    mesh = bind_mesh(options.mesh, model)
+    if mesh is not None:
+        check_alike(mesh, model, options.pipeline)
+    plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True, mesh=mesh))
     refuse_tied(model, plan.recipes, plan.released)
     make_parameters(model, plan.recipes)
     try:
-        install(model, Session(model, passes, plan, options))
+        install(model, Session(model, passes, plan, options, mesh))
         release(model, plan.released)
     except BaseException:
         remove(model)
@@ -132,12 +144,13 @@ def plan_of(program: Program, pipeline: str) -> ModelPlan:
     made = {t for r in recipes for t in r.targets}
     sources = {s for r in recipes for s in r.sources}
     released = []
-    for path in sorted(sources - made):
+    for path in sorted(sources):
         if all(not _is_read(graph, path) for graph in graphs):  # type: ignore[arg-type]
             released.append(path)
-    if sources & made:
+    twice = (sources & made) - set(released)  # what nobody reads is a step on the way
+    if twice:
         raise PipelineError(
-            f"{', '.join(sorted(sources & made))} would be made and rewritten again",
+            f"{', '.join(sorted(twice))} would be made and rewritten again",
             remedy="put the pass that rewrites first, or leave one of the two out",
         )
     facts = facts_of(program.records)

@@ -1,0 +1,199 @@
+"""Differentiable collectives on a named mesh axis, as functions that a graph can call.
+
+Each is a module-level function that calls an ``autograd.Function``, whose forward and backward end in
+``_c10d_functional`` start and ``wait_tensor`` nodes: AOTAutograd traces through it, the partitioner and Inductor know
+that namespace, and starts and waits stay apart. (The library's own gradients are those of a partial loss; here the
+loss is the same on all ranks.)
+
+``group`` is the name of a process group of torch.distributed; empty where nothing is sent (planning, one rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # noqa: F401  (registers shapes of _c10d_functional's ops)
+from torch import Tensor
+
+_OPS = torch.ops._c10d_functional
+
+
+def _wait(x: Tensor) -> Tensor:
+    return _OPS.wait_tensor(x)
+
+
+def sum_over(x: Tensor, group: str) -> Tensor:
+    """The sum over a group's ranks, without gradients."""
+    return _wait(_OPS.all_reduce(x.contiguous(), "sum", group))
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return sum_over(grad, ctx.group), None
+
+
+class _ReduceStart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return _OPS.all_reduce(x.contiguous(), "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
+class _SumStart(torch.autograd.Function):
+    """A sum that every rank goes on with in its own way: its gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return _OPS.all_reduce(x.contiguous(), "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return sum_over(grad, ctx.group), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _wait(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], rank: int, group: str) -> Tensor:
+        ctx.own = sum(sizes[:rank]), sizes[rank]
+        rows = x.movedim(-1, 0)
+        if sizes[rank] < max(sizes):  # an uneven gather is wrong without an error
+            rows = torch.cat([rows, rows.new_zeros(max(sizes) - sizes[rank], *rows.shape[1:])])
+        every = _wait(_OPS.all_gather_into_tensor(rows.contiguous(), len(sizes), group))
+        if min(sizes) < max(sizes):
+            every = torch.cat([every[i * max(sizes) : i * max(sizes) + n] for i, n in enumerate(sizes)])
+        return every.movedim(0, -1).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad.narrow(-1, *ctx.own).contiguous(), None, None, None
+
+
+class _ShareRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, total: int, own: list[int], group: str) -> Tensor:
+        ctx.where = dim, total, own, group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        dim, total, own, group = ctx.where
+        index = torch.tensor(own, device=grad.device)
+        shape = list(grad.shape)
+        shape[dim] = total
+        full = grad.new_zeros(shape).index_copy(dim, index, grad)
+        return sum_over(full, group).index_select(dim, index), None, None, None, None
+
+
+def copy_to(x: Tensor, axis: str, group: str) -> Tensor:
+    """Enter a sharded region with a value that all ranks hold: identity; its gradient is summed over the ranks."""
+    return _CopyTo.apply(x, group)
+
+
+def reduce_from(x: Tensor, axis: str, group: str) -> Tensor:
+    """Leave a sharded region: partial sums are summed over the ranks; the gradient passes as it is."""
+    return _Wait.apply(_ReduceStart.apply(x, group))
+
+
+def share_rows(x: Tensor, dim: int, total: int, own: Sequence[int], axis: str, group: str) -> Tensor:
+    """A shard some of whose rows other ranks hold too: identity; gradients of one row are summed over its holders.
+
+    Args:
+        x: this rank's rows along ``dim``. total: rows of the whole. own: which of them ``x`` is.
+    """
+    return _ShareRows.apply(x, dim, total, list(own), group)
+
+
+def gather_last(x: Tensor, sizes: Sequence[int], rank: int, axis: str, group: str) -> Tensor:
+    """The whole of a value whose last dimension is split; the gradient, which all ranks hold, is cut again.
+
+    Args:
+        x: [.., sizes[rank]]. sizes: of every rank; shorter ones are padded on the way.
+    """
+    return _GatherLast.apply(x, list(sizes), rank, group)
+
+
+def embed_rows(
+    ids: Tensor, weight: Tensor, start: int, stop: int, padding: int | None, axis: str, group: str
+) -> Tensor:
+    """``F.embedding`` of a table whose rows ``start`` to ``stop`` are here: other ids give zeros, then a sum.
+
+    Args:
+        ids: any shape. weight: [stop - start, features]. padding: number of a row (of the whole) without gradient.
+    """
+    here = (ids >= start) & (ids < stop)
+    own = padding - start if padding is not None and start <= padding < stop else None
+    rows = torch.nn.functional.embedding(torch.where(here, ids - start, 0), weight, own)
+    return reduce_from(torch.where(here.unsqueeze(-1), rows, 0.0), axis, group)
+
+
+def split_gated_norm(
+    x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_size: int, groups: Sequence[int], count: int,
+    norm_before_gate: bool, axis: str, group: str,
+) -> Tensor:  # fmt: skip
+    """A gated RMS norm whose groups of channels lie on several ranks: one all-reduce of the sums of squares (fp32).
+
+    Args:
+        x, z: [.., local channels]; weight: [local channels].
+        group_size: channels of a whole group. groups: the group of each local channel; count: groups in all.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    value = x.to(wide)
+    if z is not None and not norm_before_gate:
+        value = value * torch.nn.functional.silu(z.to(wide))
+    of = torch.tensor(list(groups), device=x.device)
+    member = (of[:, None] == torch.arange(count, device=x.device)).to(wide)  # [local channels, groups]
+    sums = _Wait.apply(_SumStart.apply(value.square() @ member, group))
+    value = value * (torch.rsqrt(sums / group_size + eps) @ member.t()) * weight.to(wide)
+    if z is not None and norm_before_gate:
+        value = value * torch.nn.functional.silu(z.to(wide))
+    return value.to(x.dtype)
+
+
+# What a graph's node that communicates can call; each takes the axis and the group as its last arguments.
+COLLECTIVES = (copy_to, reduce_from, share_rows, gather_last, embed_rows, split_gated_norm)
+
+
+def gather_shards(x: Tensor, dim: int, held: Sequence[Sequence[int]], total: int, group: str) -> Tensor:
+    """The whole of a tensor of which rank r holds the slices ``held[r]`` along ``dim``. No gradients.
+
+    Every rank of the group must call it. Shards may differ in size and overlap (then they are equal there).
+    """
+    if not group or len(held) == 1:
+        return x.clone()
+    most = max(len(h) for h in held)
+    rows = x.movedim(dim, 0).contiguous()
+    if rows.shape[0] < most:
+        rows = torch.cat([rows, rows.new_zeros(most - rows.shape[0], *rows.shape[1:])])
+    every = _wait(_OPS.all_gather_into_tensor(rows, len(held), group)).unflatten(0, (len(held), most))
+    whole = x.new_empty((total, *rows.shape[1:]))
+    for part, indices in zip(every, held, strict=True):
+        whole[torch.tensor(list(indices), dtype=torch.long, device=x.device)] = part[: len(indices)]
+    return whole.movedim(0, dim).contiguous()
+
+
+def first_holds(x: Tensor | None, like: Tensor, shape: Sequence[int], group: str) -> Tensor:
+    """A tensor that only the group's first rank holds, on every rank. Every rank must call it. No gradients."""
+    mine = like.new_zeros(tuple(shape)) if x is None else x.detach()
+    return sum_over(mine, group) if group else mine.clone()

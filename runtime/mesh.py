@@ -1,0 +1,124 @@
+"""The mesh of a wrapped model: process groups for its axes, and the checks that all ranks do the same."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from latentscan.ir.errors import CheckpointError, MeshError
+from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
+
+PARALLEL = ("tensor-parallel",)  # passes that need a mesh, and leave a rank its part of the weights
+
+
+def bind_mesh(given: Any, model: torch.nn.Module) -> Mesh | None:
+    """The mesh with its process groups, as this rank sees it.
+
+    Args:
+        given: None, text such as ``tp=2,cp=2`` (of all ranks of torch.distributed), or a DeviceMesh with named axes.
+
+    Raises:
+        MeshError: torch.distributed is not running, the number of ranks is another, or the axes have wrong names.
+    """
+    if given is None:
+        return None
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise MeshError(
+            f"mesh {given!r} needs torch.distributed, which is not initialised",
+            where="wrap",
+            remedy="start the program with torchrun and call torch.distributed.init_process_group() first",
+        )
+    if isinstance(given, str):
+        planned = parse_mesh(given)
+        if planned.size != dist.get_world_size():
+            raise MeshError(
+                f"mesh {given!r} has {planned.size} ranks, torch.distributed has {dist.get_world_size()}",
+                where="wrap",
+                remedy=f"start {planned.size} processes, or give sizes whose product is {dist.get_world_size()}",
+            )
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = next(model.parameters()).device.type
+        sizes, names = tuple(a.size for a in planned.axes), tuple(a.name for a in planned.axes)
+        given = init_device_mesh("cpu" if device == "meta" else device, sizes, mesh_dim_names=names)
+    names = getattr(given, "mesh_dim_names", None)
+    if not names or any(n not in AXES for n in names):
+        raise MeshError(
+            f"the mesh's axes are named {names}",
+            where="wrap",
+            remedy="name them dp, tp, cp: init_device_mesh(device, sizes, mesh_dim_names=('tp',))",
+        )
+    axes = []
+    for index, name in enumerate(names):
+        group = given.get_group(name)
+        axes.append(Axis(name, int(given.size(index)), int(given.get_local_rank(name)), group.group_name))
+    return Mesh(tuple(axes))
+
+
+def group_of(axis: Axis) -> Any:
+    """The process group of an axis."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(axis.group)
+
+
+@contextlib.contextmanager
+def one_writes(mesh: Mesh) -> Iterator[bool]:
+    """True inside the block on the mesh's first rank; the others wait for it, and raise what it raised.
+
+    Raises:
+        CheckpointError: on every other rank, if the first one failed.
+    """
+    first = all(a.rank == 0 for a in mesh.axes)
+    failure: BaseException | None = None
+    try:
+        yield first
+    except BaseException as error:  # told to the others before it goes on
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    for axis in reversed(mesh.axes):
+        told = next((t for t in gather_facts(axis, told) if t is not None), None)
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise CheckpointError(f"the first rank could not write: {told}", remedy="see its own error")
+
+
+def gather_facts(axis: Axis, facts: Any) -> list[Any]:
+    """What each rank of an axis says, in order of ranks."""
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * axis.size
+    dist.all_gather_object(found, facts, group=group_of(axis))
+    return found
+
+
+def check_alike(mesh: Mesh, model: torch.nn.Module, pipeline: str) -> None:
+    """Raise MeshError, on every rank, unless all ranks wrap the same model in the same way."""
+    weights = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
+    facts = {
+        "pipeline": pipeline,
+        "mesh": mesh.text(),
+        "model": type(model).__name__,
+        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+        "training mode": model.training,
+        "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+    }
+    for axis in mesh.axes:
+        if axis.size == 1 or axis.name == "dp":
+            continue
+        every = gather_facts(axis, facts)
+        for rank, other in enumerate(every):
+            for key, value in every[0].items():
+                if other[key] != value:
+                    raise MeshError(
+                        f"rank {rank} of {axis.name} has {key} {other[key]!r}, rank 0 has {value!r}",
+                        where="wrap",
+                        remedy="build the same model in the same dtype on every rank and wrap it in the same way",
+                    )

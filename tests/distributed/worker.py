@@ -1,0 +1,189 @@
+"""One rank of a tensor-parallel comparison with one process. Started as ``python -m`` by :mod:`launch`.
+
+Arguments: rank, world size, rendezvous file, result file, and a JSON list of cases. A case is a dict:
+
+    family, overrides   of the tiny model
+    pipeline            what it is wrapped with; tensor-parallel alone if left out
+    mesh                ``tp=<world>`` if left out
+    steps               optimiser steps (default 1)
+    drop                leave out the collective of this number in the training graph (sabotage)
+    do                  more to do afterwards: "generate", "save:<folder>", "unwrap", "load"
+    rank_overrides      {rank: overrides of that rank alone} for ranks that do not agree
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from latentscan.ir.errors import LatentscanError
+from latentscan.ir.ops import collectives
+from latentscan.runtime import session as session_module
+from latentscan.runtime.door import session_of
+from latentscan.runtime.wrap import unwrap, wrap
+from latentscan.tests.models import build
+from latentscan.tests.runtime.helpers import distance, ragged, tokens
+
+torch.set_num_threads(1)
+
+
+def perturbed(model: torch.nn.Module) -> torch.nn.Module:
+    """Biases, norms and other vectors are not what they are initialised to: a lost or doubled one shows."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def without(graph: Any, number: int) -> None:
+    """Sabotage: the collective of that number is gone, on every rank."""
+    found = [n for n in graph.nodes if n.target in collectives.COLLECTIVES]
+    node = found[number]
+    if node.target is collectives.split_gated_norm:
+        node.target = local_norm
+        return
+    node.replace_all_uses_with(node.args[0])
+    graph.graph.erase_node(node)
+
+
+def local_norm(*args: Any) -> torch.Tensor:
+    kept = collectives._SumStart.apply
+    try:
+        collectives._SumStart.apply = lambda x, group: x.clone()  # type: ignore[method-assign]
+        whole = collectives._Wait.apply
+        collectives._Wait.apply = lambda x: x  # type: ignore[method-assign]
+        return collectives.split_gated_norm(*args)
+    finally:
+        collectives._SumStart.apply, collectives._Wait.apply = kept, whole  # type: ignore[method-assign]
+
+
+def gathered(model: torch.nn.Module, values: dict[str, Any]) -> dict[str, Any]:
+    """Values by the names of the wrapped model, whole and by their original names. Communicates."""
+    values = dict(values)
+    for recipe in reversed(session_of(model).plan.recipes):  # type: ignore[union-attr]
+        if all(values.get(t) is not None for t in recipe.targets):
+            assert recipe.inverse is not None
+            made = recipe.inverse(*[values.pop(t) for t in recipe.targets])
+            values.update(zip(recipe.sources, made, strict=True))
+    return values
+
+
+def worst(found: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """The largest distance of a gradient from the wanted one; gradients near zero count against all others' size."""
+    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())
+    floor = 1e-3 * max(float(g.abs().max()) for g in wanted.values() if g is not None)
+    errors = []
+    for name, gradient in wanted.items():
+        if gradient is None:
+            assert found[name] is None, name
+            continue
+        errors.append(float((found[name] - gradient).abs().max() / gradient.abs().max().clamp(min=floor)))
+    return max(errors)
+
+
+def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    overrides = {**case.get("overrides", {}), **case.get("rank_overrides", {}).get(str(rank), {})}
+    dtype = overrides.pop("dtype", "float32")
+    one = perturbed(build(case["family"], **overrides)).to(getattr(torch, dtype))
+    one.train(case.get("train", True))
+    held = sum(p.numel() for p in one.parameters())
+    model = wrap(copy.deepcopy(one), case.get("pipeline", "tensor-parallel"), mesh=case.get("mesh", f"tp={world}"))
+    kept = session_module.Executable
+    if "drop" in case:
+
+        class Dropping(kept):  # type: ignore[valid-type, misc]
+            def __init__(self, program: Any, *args: Any) -> None:
+                without(program.graph, case["drop"])
+                super().__init__(program, *args)
+
+        session_module.Executable = Dropping  # type: ignore[misc]
+    try:
+        result = compare(case, model, one)
+    finally:
+        session_module.Executable = kept  # type: ignore[misc]
+    result["held"] = sum(p.numel() for p in model.parameters()), held
+    for what in case.get("do", ()):
+        more(what, model, one, result, rank)
+    return result
+
+
+def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) -> dict[str, Any]:
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, one)]
+    losses, gradients = [], []
+    for step in range(case.get("steps", 1)):
+        batch = ragged(2, 13 + step) if step % 2 == 0 else {"input_ids": tokens(3, 9, step), "labels": tokens(3, 9, step)}
+        found = [m(**batch, use_cache=False).loss for m in (model, one)]
+        for loss, optimizer in zip(found, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        losses.append(abs(float(found[0].detach() - found[1].detach())))
+        mine = gathered(model, {n: p.grad for n, p in model.named_parameters()})
+        gradients.append(worst(mine, {n: p.grad for n, p in one.named_parameters()}))
+        for optimizer in optimizers:
+            optimizer.step()
+    graph = session_of(model).graphs[0]  # type: ignore[union-attr]
+    return {
+        "losses": losses,
+        "gradients": gradients,
+        "sites": [s.module for r in graph.records for s in r.sites],
+        "collectives": graph.collectives,
+    }
+
+
+def more(what: str, model: torch.nn.Module, one: torch.nn.Module, result: dict[str, Any], rank: int) -> None:
+    model.eval(), one.eval()
+    batch = ragged(2, 11)
+    given = {k: batch[k] for k in ("input_ids", "attention_mask")}
+    if what == "generate":
+        with torch.no_grad():
+            result["logits"] = distance(model(**given).logits, one(**given).logits)
+            made = [m.generate(**given, max_new_tokens=6, do_sample=False) for m in (model, one)]  # type: ignore
+        result["generate"] = bool(torch.equal(*made))
+    elif what.startswith("save:"):
+        model.save_pretrained(what[5:])  # type: ignore[operator]
+        plain = type(one).from_pretrained(what[5:])  # type: ignore[attr-defined]
+        mine, theirs = plain.state_dict(), one.state_dict()
+        result["saved"] = max(distance(mine[n].float(), theirs[n].float()) for n in theirs)
+        result["names"] = sorted(mine.keys() ^ theirs.keys())
+    elif what == "load":
+        state = {n: v * 1.1 for n, v in one.state_dict().items()}
+        found = model.load_state_dict(state)
+        mine = gathered(model, dict(model.named_parameters()))
+        result["loaded"] = max(float((mine[n] - state[n]).abs().max()) for n, _ in one.named_parameters())
+        result["odd"] = [*found.missing_keys, *found.unexpected_keys]
+        one.load_state_dict(state)
+    elif what == "unwrap":
+        unwrap(model)
+        result["unwrapped"] = max(
+            distance(p, q) for (_, p), (_, q) in zip(model.named_parameters(), one.named_parameters(), strict=True)
+        )
+
+
+def main() -> None:
+    rank, world, rendezvous, result, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    results = []
+    for case in json.loads(cases):
+        try:
+            results.append(run(case, rank, world))
+        except LatentscanError as error:
+            results.append({"error": type(error).__name__, "text": str(error)})
+        torch._dynamo.reset()
+    with open(f"{result}.{rank}", "w", encoding="utf-8") as file:
+        json.dump(results, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
