@@ -61,6 +61,16 @@ def computed_weight(graph: Graph, features: Features) -> fx.Node | None:
     return None
 
 
+def only_columns(part: Operand, columns: list[int]) -> fx.Node:
+    """The node on the way to an operand that holds just these of its features, [B, 1 or heads, T, n]; LayoutError."""
+    want = part.features.own[..., columns]
+    for node, ids in part.features.ids.items():
+        fits = ids.dim() == 4 and ids.shape[1] in (1, want.shape[1])
+        if fits and (ids.shape[0], *ids.shape[2:]) == (want.shape[0], *want.shape[2:]) and bool((ids == want).all()):
+            return node
+    raise LayoutError(f"no value holds just {len(columns)} of the operand's features in order")
+
+
 def latent_source(graph: Graph, x: fx.Node) -> fx.Node:
     """The latent behind a linear map's input: a node [B, T, C] or [B, 1, T, C]. Raises LayoutError."""
     if len(graph.shape(x)) < 3:
