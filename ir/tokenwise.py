@@ -148,6 +148,11 @@ def input_places(graph: Graph, node: fx.Node, place: Place, *, on_read: bool = F
         if min(moved) < 0 or any(before[m] != after[p] for m, p in zip(moved, place, strict=True)):
             raise NotTokenwise(f"{node.name} repeats tokens")
         return {source: moved}
+    if node.target in ("repeat_interleave", torch.repeat_interleave):
+        dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else None)
+        if dim is None or dim % len(before) in place:
+            raise NotTokenwise(f"{node.name} repeats tokens")
+        return {source: place}
     if before == after:  # contiguous, clone, casts
         return {source: place}
     raise NotTokenwise(f"{node.name} ({node.target}) is not followed")
