@@ -13,7 +13,7 @@ from torch import fx
 
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import LayoutError, Linear, linear_of
-from latentscan.ir.mla import Operand, computed_weight, latent_node, latent_source, only_columns, operand, same_latent
+from latentscan.ir.mla import Operand, columns_node, computed_weight, latent_node, latent_source, operand, same_latent
 from latentscan.ir.tokenwise import ON_READ, NotTokenwise, again_on_read
 from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context, Refusal, Site
@@ -446,7 +446,7 @@ def _use_basis(graph: Graph, found: Found, rank: int) -> None:
 
 def _with_columns(graph: Graph, key: Operand, plain: fx.Node) -> fx.Node:
     """The key with its unrotated columns taken from ``plain``; the others stay what they are."""
-    rotated = only_columns(key, key.other)
+    rotated = columns_node(graph, key, key.other)
     order = torch.argsort(torch.tensor(key.columns + key.other)).tolist()
     joined = graph.call(torch.cat, [plain, rotated], dim=-1)
     width = len(order)
