@@ -182,8 +182,9 @@ def _single_token_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.N
         if place[1] < rank - 2 or place[0] != 0 or rank < 3:
             raise NotTokenwise(f"{node.name} multiplies token by token")
         mine, other = node.args[:2] if place[1] == rank - 2 else node.args[1::-1]
-        if graph.value(mine).dim() != rank or not all(is_static(s) for s in graph.shape(other)[-2:]):  # type: ignore[arg-type]
-            raise NotTokenwise(f"{node.name} multiplies tokens with tokens")
+        static = all(is_static(s) for s in graph.shape(other)[-2:])  # type: ignore[arg-type]
+        if graph.value(mine).dim() != rank or not static or not _is_constant(graph, other):  # type: ignore[arg-type]
+            raise NotTokenwise(f"{node.name} multiplies tokens with what differs from call to call")
         return {mine: place}  # type: ignore[dict-item]
     if node.target not in _POINTWISE:
         raise NotTokenwise(f"{node.name} ({getattr(node.target, '__name__', node.target)}) is not followed")
@@ -197,9 +198,23 @@ def _single_token_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.N
             if at[0] < 0:
                 raise NotTokenwise(f"{source.name} has tokens and no rows")
             found[source] = at
-        elif at[0] >= 0 and not same(given.shape[at[0]], 1):
-            raise NotTokenwise(f"{source.name} differs from row to row")
+        elif not _is_constant(graph, source):
+            raise NotTokenwise(f"{source.name} differs from call to call")
     return found
+
+
+def _is_constant(graph: Graph, node: fx.Node) -> bool:
+    """Whether a value comes from weights alone: the same when a token is read as when it was cached."""
+    stack, seen = [node], set()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op == "placeholder" and graph.weight(current) is None:
+            return False
+        stack.extend([current.args[0]] if current.target == "expand" else current.all_input_nodes)  # type: ignore[list-item]
+    return True
 
 
 def again_on_read(graph: Graph, node: fx.Node, place: Place) -> tuple[list[fx.Node], set[fx.Node], set[fx.Node]]:

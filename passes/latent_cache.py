@@ -131,7 +131,8 @@ def _storable(graph: Graph, node: fx.Node, place: Place, like: tuple[fx.Node, Pl
 
 def _is_positions(graph: Graph, node: fx.Node, place: Place) -> bool:
     value = graph.value(node)
-    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.dim() == 2 and place == (0, 1)
+    whole = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+    return whole and value.dim() == 2 and place == (0, 1)
 
 
 def _cuttable(graph: Graph, node: fx.Node, place: Place) -> bool:

@@ -503,6 +503,8 @@ def _replace_stored(graph: Graph, found: Found, key: fx.Node, value: fx.Node) ->
     """Let our cache, or whoever reads them (the attention, a library's cache), take the new key and value."""
     for position, (old, new) in enumerate(((found.key, key), (found.value, value))):
         at = stored(graph, found.node.args[1 + position])  # type: ignore[arg-type]
+        if old is new:
+            continue
         if at is None:
             graph.replace(old, new)
         else:

@@ -20,6 +20,7 @@ from latentscan.passes.base import Context, Refusal, Site
 from latentscan.passes.mha_to_mla import Found, _already_latent, _heads, _replace_stored, find, stored
 
 NAME = "mha-to-mla"
+_ON_READ = ("keys-are-latent", "input-made-again-on-read")
 
 
 @dataclass(frozen=True)
@@ -83,48 +84,51 @@ def plan_exact(
     both = kv_heads * (key_width + value_width)
     facts: dict[str, Any] = {"kv_heads": kv_heads, "before": both}
     planned = context.facts.get((NAME, module), {}).get("rule")
-    best = _linear_form(graph, found, sides, context, facts, module, planned)
-    if best is None:
-        best = _on_read_form(graph, found, sides, context, facts, module, planned, full_rope, max_condition)
-    if isinstance(best, Site):
+    linear = _linear_form(graph, found, sides, context, facts, module, planned)
+    on_read = _on_read_form(graph, found, sides, context, facts, module, planned, full_rope, max_condition)
+    forms: list[Site] = [f for f in (linear, on_read) if isinstance(f, Site)]
+    if forms:  # of two alike the first, which computes less on read
+        best = min(forms, key=lambda f: f.facts["d_c"] + f.facts["d_r"])
         return Site(module, best.rule, node.name, best.facts, best.note)
     facts |= {"rule": "key-value-is-latent", "d_c": both, "d_r": 0, "fused": False}
-    note = f"canonical form: the latent is [K | V] itself ({both}), which is exact and saves nothing: {best}"
+    note = f"canonical form: the latent is [K | V] itself ({both}), which is exact and saves nothing: {on_read}"
     return Site(module, "key-value-is-latent", node.name, facts, f"{note}; give rank and rope_dim to cache less")
 
 
 def _linear_form(
     graph: Graph, found: Found, sides: Sides, context: Context, facts: dict[str, Any], module: str, planned: str | None
 ) -> Site | None:
-    """Keys that are linear in the input, wholly or but for their rotated part, which is cached as it is."""
+    """What is linear in the input as the input or a basis of it; the rotated part of the keys, or all, as it is."""
     key, value = sides.key, sides.value
-    if key.linear is None or value.linear is None or value.other or not same_latent(key.linear, value.linear):
+    if value.linear is None or value.other or planned in ("key-value-is-latent", *_ON_READ):
         return None
-    if planned in ("key-value-is-latent", "keys-are-latent", "input-made-again-on-read"):
+    if key.linear is not None and not same_latent(key.linear, value.linear):
         return None
-    inner = int(graph.shape(key.linear.x)[-1])
+    inner = int(graph.shape(value.linear.x)[-1])
     rotated, both = facts["kv_heads"] * len(key.other), facts["before"]
     features = both - rotated
-    beside = f", {rotated} rotated key features beside it" if rotated else ""
+    beside, what = "", "W_V has" if key.linear is None else "W_K and W_V together have"
+    if rotated:
+        beside = f", {rotated} {'' if key.linear is None else 'rotated '}key features beside it"
     rank = min(inner, features)
     if planned == "basis-is-latent":
         rank = int(context.facts[NAME, module]["d_c"])
     elif planned is None and context.own_parameters and not context.meta:
-        rank = min(rank, _rank(graph, key, value) or rank)
+        rank = min(rank, _rank(graph, [value] if key.linear is None else [key, value]) or rank)
     if planned == "basis-is-latent" or (planned is None and rank < min(inner, features)):
-        latent_source(graph, key.linear.x)
+        latent_source(graph, value.linear.x)
         facts = {**facts, "rule": "basis-is-latent", "d_c": rank, "d_r": rotated, "fused": False}
         note = (
-            f"{both} -> {rank + rotated} elements per token: W_K and W_V together have rank {rank} of "
-            f"{min(inner, features)}, so a basis of what they read is the latent{beside}"
+            f"{both} -> {rank + rotated} elements per token: {what} rank {rank} of {min(inner, features)}, so a basis "
+            f"of what they read is the latent{beside}"
         )
         return Site("", "basis-is-latent", "", facts, note)
     if inner + rotated >= both:
         return None
-    rule = "partial-rotary" if key.other else "input-is-latent"
+    rule = "input-is-latent" if not key.other else "values-from-input" if key.linear is None else "partial-rotary"
     fused = not key.other and _is_fused(graph, found, key, value)
     if fused:
-        latent_source(graph, key.linear.x)  # it will be projected again
+        latent_source(graph, value.linear.x)  # it will be projected again
     facts = {**facts, "rule": rule, "d_c": inner, "d_r": rotated, "fused": fused}
     note = f"{both} -> {inner + rotated} elements per token: the layer's input ({inner}) is the latent{beside}"
     return Site("", rule, "", facts, note)
@@ -138,11 +142,13 @@ def _on_read_form(
     both = facts["before"]
     if sides.x is None:
         return sides.why
+    if sides.key.linear is not None and sides.again:
+        return f"{both} is less than the layer's input and the rotated key features"
     if not sides.again:
         inner = int(graph.shape(sides.x)[-1])
         return f"the layer's input has {inner} elements, the two together are made from no fewer"
     inner = int(graph.shape(sides.x)[-1])
-    if full_rope == "none" or planned == "key-value-is-latent":
+    if full_rope == "none" or (planned is not None and planned not in _ON_READ):
         return "option full_rope=none"
     if 2 * inner > both:
         what = "keys are rotated as a whole" if sides.positions else "keys are normed as a whole"
@@ -217,13 +223,14 @@ def _real(graph: Graph, part: Operand) -> torch.Tensor | None:
     return (matrix.t() if part.linear.transposed else matrix)[part.rows.flatten().to(value.device)]
 
 
-def _rank(graph: Graph, key: Operand, value: Operand) -> int | None:
-    """Numerical rank of [W_K; W_V]: singular values above 4 eps of the largest; None if the weights are not here.
+def _rank(graph: Graph, of: Sequence[Operand]) -> int | None:
+    """Numerical rank of the operands' weights, one above the other; None if the weights are not here.
 
-    A product of two factors in floating point has rounding noise of about eps times its norm, which this leaves out;
-    eps is never larger than float32's, so that weights of 16 bits lose nothing that their own dtype can tell.
+    Singular values above 4 eps of the largest count: a product of two factors in floating point has rounding noise of
+    about eps times its norm, which this leaves out. eps is never larger than float32's, so that weights of 16 bits
+    lose nothing that their own dtype can tell.
     """
-    parts = [_real(graph, p) for p in (key, value)]
+    parts = [_real(graph, p) for p in of]
     if any(p is None for p in parts):
         return None
     eps = min(torch.finfo(parts[0].dtype).eps, torch.finfo(torch.float32).eps)  # type: ignore[union-attr]
@@ -266,7 +273,7 @@ def apply_exact(graph: Graph, site: Site) -> None:
     if site.rule == "key-value-is-latent":
         _join(graph, found)
         return
-    if site.rule in ("keys-are-latent", "input-made-again-on-read"):
+    if site.rule in _ON_READ:
         for node in sides_of(graph, found).again:
             node.meta[ON_READ] = True
     if site.rule == "basis-is-latent":
@@ -367,11 +374,6 @@ def _parts(graph: Graph, found: Found, key: Operand, value: Operand) -> dict[str
     return parts
 
 
-def _store(graph: Graph, found: Found, key: fx.Node | None, value: fx.Node) -> None:
-    """Cache a new value, and a new key unless None."""
-    _replace_stored(graph, found, found.key if key is None else key, value)
-
-
 def _new_query(graph: Graph, found: Found, query: fx.Node) -> None:
     user = found.node if found.query_rope is None else found.query_rope
     user.replace_input_with(_before_rope(found.query, found.query_rope), query)
@@ -390,31 +392,28 @@ def _split_heads(graph: Graph, flat: fx.Node, part: Operand) -> fx.Node:
 
 
 def _use_basis(graph: Graph, found: Found, rank: int) -> None:
-    """[W_K; W_V] = up down with ``down`` [rank, D] of orthonormal rows; biases stay on the up side."""
+    """[W_K; W_V] (or W_V alone) = up down, ``down`` [rank, D] of orthonormal rows; biases stay on the up side."""
     key, value = operand(graph, found.key), operand(graph, found.value)
-    assert key.linear is not None and value.linear is not None
-    parts = _parts(graph, found, key, value)
+    assert value.linear is not None
+    parts = {"v": value} if key.linear is None else _parts(graph, found, key, value)
+    factored = [p for p in "kv" if p in parts]
     old, module = Old(graph, parts), module_path(found.node)
-    inner = int(graph.shape(key.linear.x)[-1])
+    inner = int(graph.shape(value.linear.x)[-1])
     n = {p: o.rows.numel() for p, o in parts.items()}
     shapes: dict[str, tuple[int, ...]] = {"kv_down_weight": (rank, inner)}
-    shapes |= {f"{p}_up_weight": (n[p], rank) for p in "kv"}
-    shapes |= {f"{p}_up_bias": (n[p],) for p in "kv" if old.biased(p)}
+    shapes |= {f"{p}_up_weight": (n[p], rank) for p in factored}
+    shapes |= {f"{p}_up_bias": (n[p],) for p in factored if old.biased(p)}
     if "q" in parts:
         shapes["q_weight"] = (n["q"], inner)
         shapes |= {"q_bias": (n["q"],)} if old.biased("q") else {}
 
     def recipe(given: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         read = {p: old.read(given, p) for p in parts}
-        matrix = torch.cat([read["k"][0], read["v"][0]]).double()
-        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-        up = left[:, :rank] * values[:rank]
-        made: dict[str, Any] = {
-            "kv_down_weight": right[:rank],
-            "k_up_weight": up[: n["k"]],
-            "v_up_weight": up[n["k"] :],
-        }
-        made |= {f"{p}_up_bias": read[p][1] for p in "kv"}
+        left, values, right = torch.linalg.svd(torch.cat([read[p][0] for p in factored]).double(), full_matrices=False)
+        ups = (left[:, :rank] * values[:rank]).split([n[p] for p in factored])
+        made: dict[str, Any] = {"kv_down_weight": right[:rank]}
+        for part, up in zip(factored, ups, strict=True):
+            made |= {f"{part}_up_weight": up, f"{part}_up_bias": read[part][1]}
         return made | ({"q_weight": read["q"][0], "q_bias": read["q"][1]} if "q" in parts else {})
 
     writer = old.writer()
@@ -422,26 +421,26 @@ def _use_basis(graph: Graph, found: Found, rank: int) -> None:
     def inverse(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         assert writer is not None
         down = given["kv_down_weight"].double()
-        rows = {p: (given[f"{p}_up_weight"].double() @ down, given.get(f"{p}_up_bias")) for p in "kv"}
+        rows = {p: (given[f"{p}_up_weight"].double() @ down, given.get(f"{p}_up_bias")) for p in factored}
         if "q" in parts:
             rows["q"] = given["q_weight"].double(), given.get("q_bias")
         return writer(rows)
 
     new = _targets(graph, old, module, tuple(shapes), shapes, recipe, inverse if writer is not None else None)
+    made: dict[str, fx.Node] = {}
     with graph.before(_first(graph, found, "q" in parts), NAME):
-        x = latent_node(graph, key.linear.x)
+        x = latent_node(graph, value.linear.x)
         latent = graph.call(F.linear, x, new["kv_down_weight"])
-        k, v = (
-            _split_heads(graph, graph.call(F.linear, latent, new[f"{p}_up_weight"], new.get(f"{p}_up_bias")), parts[p])
-            for p in "kv"
-        )
-        if key.other:
-            k = _with_columns(graph, key, k)
+        for part in factored:
+            flat = graph.call(F.linear, latent, new[f"{part}_up_weight"], new.get(f"{part}_up_bias"))
+            made[part] = _split_heads(graph, flat, parts[part])
+        if key.linear is not None and key.other:
+            made["k"] = _with_columns(graph, key, made["k"])
         if "q" in parts:
-            q = _split_heads(graph, graph.call(F.linear, x, new["q_weight"], new.get("q_bias")), parts["q"])
+            made["q"] = _split_heads(graph, graph.call(F.linear, x, new["q_weight"], new.get("q_bias")), parts["q"])
     if "q" in parts:
-        _new_query(graph, found, q)
-    _store(graph, found, k, v)
+        _new_query(graph, found, made["q"])
+    _replace_stored(graph, found, made.get("k", found.key), made["v"])
 
 
 def _with_columns(graph: Graph, key: Operand, plain: fx.Node) -> fx.Node:
@@ -510,7 +509,7 @@ def _values_from_keys(graph: Graph, found: Found) -> None:
     found.key_rope.replace_input_with(before, k)  # type: ignore[arg-type]
     if "q" in parts:
         _new_query(graph, found, q)
-    _store(graph, found, None, v)
+    _replace_stored(graph, found, found.key, v)
 
 
 def _unfuse(graph: Graph, found: Found) -> None:
@@ -545,9 +544,9 @@ def _unfuse(graph: Graph, found: Found) -> None:
     _new_query(graph, found, made["q"])
     if found.key_rope is not None:
         found.key_rope.replace_input_with(found.key_rope.args[0], made["k"])  # type: ignore[arg-type]
-        _store(graph, found, None, made["v"])
+        _replace_stored(graph, found, found.key, made["v"])
     else:
-        _store(graph, found, made["k"], made["v"])
+        _replace_stored(graph, found, made["k"], made["v"])
 
 
 def _join(graph: Graph, found: Found) -> None:

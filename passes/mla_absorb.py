@@ -151,7 +151,9 @@ def _refuse(graph: Graph, node: fx.Node, module: str, key: Operand, value: Opera
             module,
             "key-cached-expanded" if cached else "key-not-linear",
             f"all {len(key.other)} key features per head come from {where}, not from a linear map of a latent",
-            "put latent-cache before mla-absorb" if cached else "convert with mha-to-mla first",
+            "put latent-cache before mla-absorb"
+            if cached
+            else "convert with mha-to-mla{rank=...,rope_dim=...} first: keys rotated or normed as a whole stay out",
         )
     if value.linear is None or value.other:
         where = kind(value, value.other)

@@ -31,7 +31,7 @@ from latentscan.tests.runtime.helpers import NO_DROPOUT, distance, tokens
 LAYERS, MODELS = 440, 60  # of the slow suite
 RULES = {
     "key-value-is-latent", "input-is-latent", "partial-rotary", "basis-is-latent", "keys-are-latent",
-    "input-made-again-on-read",
+    "input-made-again-on-read", "values-from-input",
 }  # fmt: skip
 
 # One layer a rule, and the elements a token that it takes: heads 2 of 4 features unless said otherwise.
@@ -42,6 +42,7 @@ CHOSEN = {
     "basis-is-latent": (replaced(PLAIN, layout="conv1d", bias="qkv", kv_rank=3, softcap=2.0), 3),
     "keys-are-latent": (replaced(PLAIN, bias="qkv", rotary=4, condition=50.0, sinks=True), 8 + 1),
     "input-made-again-on-read": (replaced(PLAIN, layout="stacked", rotary=4, norm="head", window=3, sinks=True), 8 + 1),
+    "values-from-input": (replaced(PLAIN, hidden=7, width=2, rotary=2, bias="qv", sinks=True), 7 + 4),
     "key-value-is-latent": (replaced(PLAIN, groups=2, hidden=16, bias="k", rotary=4, softcap=2.0), 16),
 }
 
