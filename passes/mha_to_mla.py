@@ -130,7 +130,7 @@ class MhaToMla(Pass):
         return found
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
-        from latentscan.passes.mha_to_mla_exact import apply_exact
+        from latentscan.passes.mha_to_mla_exact_apply import apply_exact
 
         if site.rule == "low-rank":
             self._apply_low_rank(graph, site, context)

@@ -162,6 +162,17 @@ def test_rank_is_told_from_rounding_noise():
     assert planned(noisy).rule == "input-is-latent"
 
 
+def test_large_matrices_are_judged_as_small_ones_are(monkeypatch):
+    """Beyond a size the bounds are tested without singular values, to the same end."""
+    models = [shaped(build("llama", **MHA), condition=c) for c in (50.0, 90.0, 111.0)] + [_model("gpt2 of rank 20")]
+    small = [planned(m) for m in models]
+    monkeypatch.setattr("latentscan.passes.mha_to_mla_exact._LARGE", 1)
+    large = [planned(m) for m in models]
+    assert [s.rule for s in small] == ["keys-are-latent"] * 2 + ["input-made-again-on-read", "basis-is-latent"]
+    assert [(s.rule, s.facts) for s in small] == [(s.rule, s.facts) for s in large]
+    assert "cond(W_K) is not above 100" in large[0].note and "cond(W_K) is above 100" in large[2].note
+
+
 @pytest.mark.parametrize("options", ["max_condition=0.5", "full_rope=never", "rank=8,full_rope=keys"])
 def test_options_that_mean_nothing_are_errors(options):
     with pytest.raises(PipelineError) as caught:
