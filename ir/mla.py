@@ -61,6 +61,35 @@ def computed_weight(graph: Graph, features: Features) -> fx.Node | None:
     return None
 
 
+def only_columns(part: Operand, columns: list[int]) -> tuple[fx.Node, bool]:
+    """The node on the way to an operand that holds just these of its features in order, and whether heads come last.
+
+    It is [B, 1 or heads, T, n], or [B, T, 1 or heads, n]; of several the one with the fewest heads. Raises LayoutError.
+    """
+    want = part.features.own[..., columns]
+    found: list[tuple[int, bool, fx.Node]] = []
+    for node, ids in part.features.ids.items():
+        if ids.dim() != 4:
+            continue
+        for turned in (False, True):
+            seen = ids.transpose(1, 2) if turned else ids
+            fits = seen.shape[1] in (1, want.shape[1]) and (seen.shape[0], *seen.shape[2:]) == (
+                want.shape[0], *want.shape[2:]
+            )  # fmt: skip
+            if fits and bool((seen == want).all()):
+                found.append((seen.shape[1], turned, node))
+    if not found:
+        raise LayoutError(f"no value holds just the {len(columns)} rotated key features of a head in order")
+    _, turned, node = min(found, key=lambda f: f[:2])
+    return node, turned
+
+
+def columns_node(graph: Graph, part: Operand, columns: list[int]) -> fx.Node:
+    """What :func:`only_columns` finds as [B, 1 or heads, T, n]; inserts a node only if heads come last."""
+    node, turned = only_columns(part, columns)
+    return graph.method("transpose", node, 1, 2) if turned else node
+
+
 def latent_source(graph: Graph, x: fx.Node) -> fx.Node:
     """The latent behind a linear map's input: a node [B, T, C] or [B, 1, T, C]. Raises LayoutError."""
     if len(graph.shape(x)) < 3:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from latentscan.ir.eager_attention import canonical_eager, canonical_linear
 from latentscan.ir.graph import REGION, VALUE, Graph, module_path
 from latentscan.ir.ops import attention as _attention  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import mask as _mask  # noqa: F401
@@ -26,7 +27,9 @@ def normalize(graph: Graph) -> None:
     name_overloads(graph)
     drop_logging(graph)
     functionalize_slice_writes(graph)
+    canonical_linear(graph)
     canonical_sdpa(graph)
+    canonical_eager(graph)
     structure_masks(graph)
     graph.clean()
     graph.graph.lint()
@@ -185,7 +188,7 @@ def canonical_sdpa(graph: Graph) -> None:
         q_heads, k_heads = graph.shape(query)[1], graph.shape(key)[1]
         if not same(q_heads, k_heads):
             grouped = isinstance(q_heads, int) and isinstance(k_heads, int) and q_heads % k_heads == 0
-            if not (grouped and given.get("enable_gqa")):
+            if not (grouped and (given.get("enable_gqa") or k_heads == 1)):  # one head is broadcast
                 continue
         if causal and not same(graph.shape(query)[2], graph.shape(key)[2]):
             continue  # the library aligns the triangle at the top left; ours is at the bottom right

@@ -1,6 +1,10 @@
 """Nodes that work on each token alone: where tokens lie in their inputs, and how to run them on more tokens.
 
 A *place* is (batch dimension, sequence dimension) of a value; both are the same number where they are flattened.
+
+Linear maps and views are followed everywhere. Rotations, norms and other maps of single tokens only where a pass has
+marked them (:data:`ON_READ`): running them again on everything that is cached costs time at every step, so that is
+somebody's decision. A rotation is followed to its tables and these to the position ids, one whole number a token.
 """
 
 from __future__ import annotations
@@ -14,13 +18,23 @@ from torch import fx
 
 from latentscan.ir.graph import VALUE, Graph
 from latentscan.ir.layout import is_layout, linear_of
-from latentscan.ir.sizes import number, numbers
+from latentscan.ir.ops.rope import ROPE
+from latentscan.ir.sizes import is_static, number, numbers, same
 
 Place = tuple[int, int]
 
 _SPLITS = {torch.split, torch.functional.split, torch.chunk, "split", "chunk"}
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "t", torch.flatten, torch.unflatten,
              torch.squeeze, torch.unsqueeze, torch.reshape}  # fmt: skip
+
+ON_READ = "latentscan_on_read"  # node.meta: the node may be run again on all cached tokens instead of being cached
+_POINTWISE: set[Any] = {
+    operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.pow, torch.mul, torch.add,
+    torch.sub, torch.div, torch.neg, torch.pow, torch.rsqrt, torch.sqrt, torch.cos, torch.sin, torch.square,
+    "mul", "add", "sub", "div", "neg", "pow", "rsqrt", "sqrt", "cos", "sin", "square", "float", "to", "type_as", "type",
+    "half", "bfloat16", "double",
+}  # fmt: skip
+_MATMULS: set[Any] = {torch.matmul, operator.matmul, torch.bmm, "matmul", "bmm"}
 
 
 class NotTokenwise(Exception):  # noqa: N818  a reason, not a failure
@@ -79,11 +93,12 @@ def _split_place(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> P
     raise NotTokenwise(f"a reshape from {list(before)} to {list(after)} takes tokens apart")
 
 
-def input_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.Node, Place]:
+def input_places(graph: Graph, node: fx.Node, place: Place, *, on_read: bool = False) -> dict[fx.Node, Place]:
     """The inputs of a token-wise node that carry tokens, and where.
 
     Args:
         place: of the node's value; for a node that gives a tuple, of each item.
+        on_read: follow what only a marked node is followed through.
 
     Raises:
         NotTokenwise: the node is an end: it has to be taken as it is.
@@ -95,6 +110,8 @@ def input_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.Node, Pla
             raise NotTokenwise(f"{node.name} is linear along the sequence")
         return {linear.x: place}
     if not is_layout(node):
+        if on_read or node.meta.get(ON_READ):
+            return _single_token_places(graph, node, place)
         raise NotTokenwise(f"{node.name} is neither linear nor a view")
     source: Any = node.args[0]
     if node.target in (torch.cat, torch.concat):
@@ -131,9 +148,106 @@ def input_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.Node, Pla
         if min(moved) < 0 or any(before[m] != after[p] for m, p in zip(moved, place, strict=True)):
             raise NotTokenwise(f"{node.name} repeats tokens")
         return {source: moved}
+    if node.target in ("repeat_interleave", torch.repeat_interleave):
+        dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else None)
+        if dim is None or dim % len(before) in place:
+            raise NotTokenwise(f"{node.name} repeats tokens")
+        return {source: place}
     if before == after:  # contiguous, clone, casts
         return {source: place}
     raise NotTokenwise(f"{node.name} ({node.target}) is not followed")
+
+
+def _single_token_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.Node, Place]:
+    """:func:`input_places` of a rotation, a norm over features, a pointwise map, or a product with a constant."""
+    value = graph.value(node)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or place[0] == place[1]:
+        raise NotTokenwise(f"{node.name} is no map of single tokens")
+    rank = value.dim()
+    if node.target is ROPE.op:
+        if place != (0, 3 - node.kwargs.get("unsqueeze_dim", 1)):
+            raise NotTokenwise(f"{node.name} rotates along another dimension")
+        x, cos, sin = node.args[:3]
+        return {x: place, cos: (0, 1), sin: (0, 1)}  # type: ignore[dict-item]
+    if node.target in ("mean", torch.mean):
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+        if dim in (-1, rank - 1, [-1], (-1,)) and node.kwargs.get("keepdim") and rank - 1 not in place:
+            return {node.args[0]: place}  # type: ignore[dict-item]
+        raise NotTokenwise(f"{node.name} averages over more than the features")
+    if node.target in (torch.nn.functional.layer_norm, torch.nn.functional.rms_norm, torch.rms_norm):
+        if len(node.args[1]) == 1 and rank - 1 not in place:  # type: ignore[arg-type]
+            return {node.args[0]: place}  # type: ignore[dict-item]
+        raise NotTokenwise(f"{node.name} norms over more than the features")
+    if node.target in _MATMULS:
+        if place[1] < rank - 2 or place[0] != 0 or rank < 3:
+            raise NotTokenwise(f"{node.name} multiplies token by token")
+        mine, other = node.args[:2] if place[1] == rank - 2 else node.args[1::-1]
+        static = all(is_static(s) for s in graph.shape(other)[-2:])  # type: ignore[arg-type]
+        if graph.value(mine).dim() != rank or not static or not _is_constant(graph, other):  # type: ignore[arg-type]
+            raise NotTokenwise(f"{node.name} multiplies tokens with what differs from call to call")
+        return {mine: place}  # type: ignore[dict-item]
+    if node.target not in _POINTWISE:
+        raise NotTokenwise(f"{node.name} ({getattr(node.target, '__name__', node.target)}) is not followed")
+    found: dict[fx.Node, Place] = {}
+    for source in node.all_input_nodes:
+        given = graph.value(source)
+        if not isinstance(given, torch.Tensor):
+            raise NotTokenwise(f"{node.name} depends on the size {source.name}")
+        at = place[0] - rank + given.dim(), place[1] - rank + given.dim()
+        if at[1] >= 0 and same(given.shape[at[1]], value.shape[place[1]]):
+            if at[0] < 0:
+                raise NotTokenwise(f"{source.name} has tokens and no rows")
+            found[source] = at
+        elif not _is_constant(graph, source):
+            raise NotTokenwise(f"{source.name} differs from call to call")
+    return found
+
+
+def _is_constant(graph: Graph, node: fx.Node) -> bool:
+    """Whether a value comes from weights alone: the same when a token is read as when it was cached."""
+    stack, seen = [node], set()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op == "placeholder" and graph.weight(current) is None:
+            return False
+        stack.extend([current.args[0]] if current.target == "expand" else current.all_input_nodes)  # type: ignore[list-item]
+    return True
+
+
+def again_on_read(graph: Graph, node: fx.Node, place: Place) -> tuple[list[fx.Node], set[fx.Node], set[fx.Node]]:
+    """What has to run again on all cached tokens if not ``node`` itself but its linear maps' inputs are cached.
+
+    Returns:
+        the nodes to mark with :data:`ON_READ`, the linear maps found on the way, and the position ids (whole numbers,
+        one a token).
+
+    Raises:
+        NotTokenwise: something else is reached; the text says what.
+    """
+    marked: list[fx.Node] = []
+    linears: set[fx.Node] = set()
+    positions: set[fx.Node] = set()
+    stack, seen = [(node, place)], set()
+    while stack:
+        current, at = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        value = graph.value(current)
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and not is_layout(current):
+            if width(graph, current, at) != 1:
+                raise NotTokenwise(f"{current.name} holds {width(graph, current, at)} whole numbers a token")
+            positions.add(current)
+        elif linear_of(graph, current) is not None:
+            linears.add(current)
+        else:
+            stack.extend(input_places(graph, current, at, on_read=True).items())
+            if not is_layout(current):
+                marked.append(current)
+    return marked, linears, positions
 
 
 def _through_index(index: Any, place: Place, rank: int) -> Place:
@@ -195,4 +309,4 @@ def rerun(graph: Graph, node: fx.Node, place: Place, made: dict[fx.Node, fx.Node
     return graph.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
 
-__all__ = ["VALUE", "NotTokenwise", "Place", "input_places", "regroup", "rerun", "width"]
+__all__ = ["ON_READ", "VALUE", "NotTokenwise", "Place", "again_on_read", "input_places", "regroup", "rerun", "width"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,8 +15,11 @@ from latentscan.ir.errors import VerifyError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import linear_of
 from latentscan.ir.mla import attention_like
+from latentscan.ir.ops.mask import token_positions
 from latentscan.ir.tokenwise import NotTokenwise, Place, input_places, rerun, width
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
+
+TOKEN_POSITIONS = token_positions.op
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,10 @@ class LatentCache(Pass):
     math: ClassVar[str] = (
         "An up-projection works on each token alone, so W cat(c_past, c) = cat(W c_past, W c). Above each pair of "
         "cached tensors lies a network of linear maps, views and concatenations that work token by token; its minimum "
-        "cut, with elements per token as capacities, is the least that must be stored. Rotated and "
-        "normalised values are ends of the network: they are stored as they are."
+        "cut, with elements per token as capacities, is the least that must be stored; of equal cuts the one with the "
+        "fewest tensors, then the one from which the fewest matmuls are computed again. Rotated and normalised values "
+        "are ends of the network and stored as they are, unless mha-to-mla has decided that they are made on read: "
+        "then position ids (one int32 a token) are stored beside what they are made of."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
@@ -63,13 +69,16 @@ class LatentCache(Pass):
         tensors = _tensors(node)
         cut = minimum_cut(graph, tensors)
         with graph.before(node, self.name):
-            stored = [_batch_first(graph, n, p) for n, p in cut]
+            stored = [_storable(graph, n, p, tensors[0]) for n, p in cut]
             new = graph.call(node.target, node.args[0], stored, [p[1] for _, p in cut])  # type: ignore[arg-type]
             full = graph.call(operator.getitem, new, 0)
             grown = {n: graph.call(operator.getitem, full, i) for i, (n, _) in enumerate(cut)}
             token = graph.call(operator.getitem, new, 1)
             first, place = cut[0]
             sizes = tuple(graph.method("size", grown[first], d) for d in place)
+            for n, _ in cut:
+                if graph.value(grown[n]).dtype != graph.value(n).dtype:
+                    grown[n] = graph.method("to", grown[n], graph.value(n).dtype)
             made = dict(grown)
             rebuilt = [_replay(graph, t, p, made, sizes) for t, p in tensors]
         for user in list(node.users):
@@ -111,10 +120,27 @@ def _tensors(node: fx.Node) -> list[tuple[fx.Node, Place]]:
     return [(t, (0, d)) for t, d in zip(node.args[1], node.args[2], strict=True)]  # type: ignore[arg-type]
 
 
-def _batch_first(graph: Graph, node: fx.Node, place: Place) -> fx.Node:
+def _storable(graph: Graph, node: fx.Node, place: Place, like: tuple[fx.Node, Place]) -> fx.Node:
+    """A value in the form in which it is stored: batch first; position ids as int32, a row for each of ``like``'s."""
     if place[0] != 0 or place[0] == place[1]:
         raise VerifyError(f"{node.name} has batch and sequence at {place}; only batch-first values can be cached")
+    if _is_positions(graph, node, place):
+        return graph.call(TOKEN_POSITIONS, node, like[0], *like[1])
     return node
+
+
+def _is_positions(graph: Graph, node: fx.Node, place: Place) -> bool:
+    value = graph.value(node)
+    whole = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+    return whole and value.dim() == 2 and place == (0, 1)
+
+
+def _cuttable(graph: Graph, node: fx.Node, place: Place) -> bool:
+    """Whether a value can be cached as it is, or (position ids) as int32."""
+    value = graph.value(node)
+    if not isinstance(value, torch.Tensor) or place[0] != 0 or place[0] == place[1]:
+        return False
+    return value.is_floating_point() or value.is_complex() or _is_positions(graph, node, place)
 
 
 def minimum_cut(graph: Graph, tensors: list[tuple[fx.Node, Place]]) -> list[tuple[fx.Node, Place]]:
@@ -124,17 +150,18 @@ def minimum_cut(graph: Graph, tensors: list[tuple[fx.Node, Place]]) -> list[tupl
     """
     places: dict[fx.Node, Place] = {}
     network = nx.DiGraph()
-    stack = list(tensors)
+    queue = collections.deque((t, p, 0) for t, p in tensors)
     for tensor, _ in tensors:
         network.add_edge((tensor, "out"), "sink")
-    while stack:
-        node, place = stack.pop()
+    while queue:
+        node, place, depth = queue.popleft()
         if node in places:
             continue
         places[node] = place
-        cuttable = isinstance(graph.value(node), torch.Tensor) and place[0] == 0 and place[0] != place[1]
-        # Fewer tensors win a tie: one unit of 1024 a tensor that is kept.
-        capacity = {"capacity": 1024 * width(graph, node, place) + 1} if cuttable else {}
+        cuttable = _cuttable(graph, node, place)
+        # Ties: fewer tensors win, then position ids (not what is made of them), then fewer matmuls on the way.
+        last = min(depth, 15) + (0 if _is_positions(graph, node, place) else 16)
+        capacity = {"capacity": (width(graph, node, place) << 20) + (1 << 10) + last} if cuttable else {}
         network.add_edge((node, "in"), (node, "out"), **capacity)
         try:
             inputs = input_places(graph, node, place)
@@ -142,9 +169,10 @@ def minimum_cut(graph: Graph, tensors: list[tuple[fx.Node, Place]]) -> list[tupl
             inputs = {}
         if not inputs:
             network.add_edge("source", (node, "in"))
+        deeper = depth + (linear_of(graph, node) is not None)
         for source, source_place in inputs.items():
             network.add_edge((source, "out"), (node, "in"))
-            stack.append((source, source_place))
+            queue.append((source, source_place, deeper))
     try:
         _, (reachable, _) = nx.minimum_cut(network, "source", "sink")
     except nx.NetworkXUnbounded:

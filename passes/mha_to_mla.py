@@ -56,15 +56,23 @@ class MhaToMla(Pass):
     rope_dim: int | None = None
     method: str = field(default="auto", metadata={"choices": ("auto", "exact", "pca")})
     balance: bool = True
+    full_rope: str = field(default="auto", metadata={"choices": ("auto", "keys", "input", "none")})
+    max_condition: float = 100.0
 
     name: ClassVar[str] = "mha-to-mla"
     summary: ClassVar[str] = "MHA/GQA to latent K and V: exact where the algebra allows, else low rank with calibration"
     before: ClassVar[tuple[str, ...]] = ("mla-mm-split", "latent-cache", "mla-absorb")
     math: ClassVar[str] = (
-        "Exact: without rotation on K the layer's input is the latent, d_c = min(D, 2 n_kv d_h); with partial rotary "
-        "it is the input and the rotated features; with full rotary [K | V] itself is the latent, d_c = 2 n_kv d_h, "
-        "which saves nothing. Low rank (rank = d_c and rope_dim = d_r, elements per token and layer): the rotary pairs "
-        "that would lose most (energy times the mean of 1 - cos(theta d) over distances d) keep their rotation, the "
+        "Exact: without rotation on K the layer's input is the latent, d_c = min(D, 2 n_kv d_h), or a basis of what "
+        "W_K and W_V read where their rank is smaller (singular values above 4 eps); with partial rotary it is that "
+        "and the rotated features, D + n_kv d_rot. With full rotary, where that halves the cache (MHA): K before its "
+        "rotation, V = K W_K^-1 W_V, if cond(W_K) <= max_condition and the weights are float32, else the input; "
+        "position ids are cached beside, K is rotated on read, and the expansion runs for all cached tokens at every "
+        "step (full_rope: auto, keys, input, none). Everywhere else (full-rotary GQA) there is no exact saving: "
+        "[K | V] itself is the latent, d_c = 2 n_kv d_h, which saves nothing. Biases, norms, sinks, softcaps and "
+        "windows stay what they are. "
+        "Low rank (rank = d_c and rope_dim = d_r, elements per token and layer): the rotary pairs that would lose "
+        "most (energy times the mean of 1 - cos(theta d) over distances d) keep their rotation, the "
         "other key features lose it and share a latent with V: balanced joint PCA of [K_nope / alpha | V] on "
         "calibration outputs. Approximate: needs calibration, and the error is reported."
     )
@@ -91,12 +99,23 @@ class MhaToMla(Pass):
             raise PipelineError(f"pass {self.name}: rope_dim without rank", remedy="give rank=... as well")
         if not self.balance and not self.wants_statistics:
             raise PipelineError(f"pass {self.name}: balance without rank", remedy="give rank=... as well")
+        if self.wants_statistics and (self.full_rope != "auto" or self.max_condition != 100.0):
+            raise PipelineError(
+                f"pass {self.name}: full_rope and max_condition are of the exact form", remedy="leave rank out"
+            )
+        if not self.max_condition >= 1:
+            raise PipelineError(
+                f"pass {self.name}: max_condition={self.max_condition:g} is below 1, the least there is",
+                remedy="give max_condition >= 1, or full_rope=input",
+            )
         for option in ("rank", "rope_dim"):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise PipelineError(f"pass {self.name}: {option}={value} is below 1", remedy=f"give {option} >= 1")
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
+        from latentscan.passes.mha_to_mla_exact import plan_exact
+
         found: list[Site | Refusal] = []
         for node in attentions(graph):
             module = module_path(node)
@@ -104,54 +123,19 @@ class MhaToMla(Pass):
                 if self.wants_statistics:
                     found.append(self._plan_low_rank(graph, node, module, context))
                 else:
-                    found.append(self._plan_exact(graph, node, module))
+                    exact = plan_exact(graph, node, module, context, self.full_rope, self.max_condition)
+                    found.append(exact)
             except LayoutError as error:
                 found.append(Refusal(module, "layout-unknown", str(error), "report the model: its layout is new"))
         return found
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
-        node = graph.node(site.anchor)
+        from latentscan.passes.mha_to_mla_exact_apply import apply_exact
+
         if site.rule == "low-rank":
             self._apply_low_rank(graph, site, context)
-        elif site.rule == "key-value-is-latent":
-            _join(graph, find(graph, node), self.name)
-        elif site.facts.get("fused"):
-            _unfuse(graph, find(graph, node), self.name)
-
-    # -- exact ------------------------------------------------------------------------------------------------------
-
-    def _plan_exact(self, graph: Graph, node: fx.Node, module: str) -> Site | Refusal:
-        found = find(graph, node)
-        latent = _already_latent(graph, found, module)
-        if latent is not None:
-            return latent
-        key, value = operand(graph, found.key), operand(graph, found.value)
-        kv_heads, key_width = (int(s) for s in key.features.source.shape)
-        value_width = int(value.features.source.shape[1])
-        both = kv_heads * (key_width + value_width)
-        facts: dict[str, Any] = {"kv_heads": kv_heads, "before": both}
-        if key.linear is not None and value.linear is not None and same_latent(key.linear, value.linear):
-            inner = int(graph.shape(key.linear.x)[-1])
-            rotated = kv_heads * len(key.other)
-            if inner + rotated < both and not value.other:
-                rule = "partial-rotary" if key.other else "input-is-latent"
-                fused = not key.other and _is_fused(graph, found, key, value)
-                if fused:
-                    latent_source(graph, key.linear.x)  # it will be projected again
-                facts |= {"d_c": inner, "d_r": rotated, "fused": fused}
-                note = f"the layer's input ({inner}) is the latent" + (
-                    f", {rotated} rotated key features beside it" if rotated else ""
-                )
-                return Site(module, rule, node.name, facts, f"{both} -> {inner + rotated} elements per token: {note}")
-        facts |= {"d_c": both, "d_r": 0, "fused": False}
-        return Site(
-            module,
-            "key-value-is-latent",
-            node.name,
-            facts,
-            f"canonical form: the latent is [K | V] itself ({both}), which is exact and saves nothing; "
-            "give rank and rope_dim to cache less",
-        )
+        else:
+            apply_exact(graph, site)
 
     # -- low rank ---------------------------------------------------------------------------------------------------
 
@@ -479,15 +463,6 @@ def _reads_same_input(graph: Graph, found: Found, key: Linear) -> bool:
     return False
 
 
-def _is_fused(graph: Graph, found: Found, key: Operand, value: Operand) -> bool:
-    """Whether the query comes out of the same matmul as keys or values."""
-    try:
-        query = operand(graph, found.query)
-    except LayoutError:
-        return False
-    return query.linear is not None and query.linear.node in (key.linear.node, value.linear.node)  # type: ignore[union-attr]
-
-
 def _is_normed(node: fx.Node, depth: int = 6) -> bool:
     """Whether an RMS or layer norm stands just above a value."""
     name = str(getattr(node.target, "__name__", node.target))
@@ -528,6 +503,8 @@ def _replace_stored(graph: Graph, found: Found, key: fx.Node, value: fx.Node) ->
     """Let our cache, or whoever reads them (the attention, a library's cache), take the new key and value."""
     for position, (old, new) in enumerate(((found.key, key), (found.value, value))):
         at = stored(graph, found.node.args[1 + position])  # type: ignore[arg-type]
+        if old is new:
+            continue
         if at is None:
             graph.replace(old, new)
         else:
@@ -535,55 +512,3 @@ def _replace_stored(graph: Graph, found: Found, key: fx.Node, value: fx.Node) ->
             tensors = list(append.args[1])  # type: ignore[arg-type]
             tensors[index] = new
             append.args = (append.args[0], tensors, *append.args[2:])
-
-
-def _join(graph: Graph, found: Found, name: str) -> None:
-    """Keys and values become views of one latent [B, S, n_kv (d_k + d_v)]; only where they are cached."""
-    if stored(graph, found.node.args[1]) is None:  # type: ignore[arg-type]
-        return
-    append = stored(graph, found.node.args[1])[0]  # type: ignore[arg-type, index]
-    with graph.before(append, name):
-        flat = [graph.method("flatten", graph.method("transpose", x, 1, 2), 2) for x in (found.key, found.value)]
-        latent = graph.call(torch.cat, flat, dim=-1)
-        made, start = [], 0
-        for x in (found.key, found.value):
-            heads, width = int(graph.shape(x)[1]), int(graph.shape(x)[3])
-            part = graph.call(operator.getitem, latent, (Ellipsis, slice(start, start + heads * width)))
-            made.append(_heads(graph, part, heads, width))
-            start += heads * width
-    _replace_stored(graph, found, made[0], made[1])
-
-
-def _unfuse(graph: Graph, found: Found, name: str) -> None:
-    """Take keys and values out of a fused qkv matmul, so that only they are expanded from the latent."""
-    parts = {"q": operand(graph, found.query), "k": operand(graph, found.key), "v": operand(graph, found.value)}
-    key = parts["k"]
-    if key.other:
-        return  # partial rotary: the rotated features come from the same rows; mla-mm-split's business
-    linear = key.linear
-    assert linear is not None
-    sources = [linear.weight] + ([linear.bias] if linear.bias is not None else [])
-    weights = [graph.weight(s) for s in sources]
-    rows = [p.rows.flatten() for p in parts.values()]
-    from latentscan.passes.mla_mm_split import split_functions
-
-    function, inverse = split_functions(rows, linear.transposed, len(sources))
-    module = module_path(found.node)
-    kinds = ("weight", "bias")[: len(sources)]
-    targets = tuple(f"{module}.latentscan_{p}_{kind}" for kind in kinds for p in parts)
-    recipe = Recipe(tuple(w.path for w in weights), targets, name, module, function, inverse)  # type: ignore[union-attr]
-    inner = graph.shape(linear.weight)[0 if linear.transposed else 1]
-    values = [
-        graph.value(s).new_empty((r.numel(), inner) if i == 0 else (r.numel(),))
-        for i, s in enumerate(sources)
-        for r in rows
-    ]
-    nodes = graph.add_weights(recipe, values)
-    made = []
-    with graph.before(found.key, name):
-        x = latent_node(graph, linear.x)
-        for index, part in enumerate(parts.values()):
-            bias = nodes[3 + index] if linear.bias is not None else None
-            made.append(_heads(graph, graph.call(F.linear, x, nodes[index], bias), *(int(s) for s in part.rows.shape)))
-    found.node.replace_input_with(found.query, made[0])
-    _replace_stored(graph, found, made[1], made[2])

@@ -16,9 +16,11 @@ from latentscan.ir.mla import (
     Operand,
     argument,
     attentions,
+    columns_node,
     computed_weight,
     latent_node,
     latent_source,
+    only_columns,
     operand,
     same_latent,
 )
@@ -110,7 +112,7 @@ class MlaAbsorb(Pass):
             query: fx.Node = node.args[0]  # type: ignore[assignment]
             q_nope = _columns(graph, query, key.columns)
             q_rope = _columns(graph, query, key.other) if key.other else None
-            k_rope = _rope_key(key) if key.other else None
+            k_rope = columns_node(graph, key, key.other) if key.other else None
             q_latent = _per_head(graph, q_nope, w_uk, "nc", heads, kv_heads)
             structure = [argument(node, n) for n in ("mask", "padding", "sinks", "cu_seqlens")]
             options = {n: argument(node, n) for n in ("kind", "window", "scale", "softcap")}
@@ -149,7 +151,9 @@ def _refuse(graph: Graph, node: fx.Node, module: str, key: Operand, value: Opera
             module,
             "key-cached-expanded" if cached else "key-not-linear",
             f"all {len(key.other)} key features per head come from {where}, not from a linear map of a latent",
-            "put latent-cache before mla-absorb" if cached else "convert with mha-to-mla first",
+            "put latent-cache before mla-absorb"
+            if cached
+            else "convert with mha-to-mla{rank=...,rope_dim=...} first: keys rotated or normed as a whole stay out",
         )
     if value.linear is None or value.other:
         where = kind(value, value.other)
@@ -197,7 +201,7 @@ def _check_reachable(graph: Graph, key: Operand, value: Operand) -> None:
         check_rows(int(graph.shape(part.linear.weight)[1 if part.linear.transposed else 0]), part.rows)
         latent_source(graph, part.linear.x)
     if key.other:
-        _rope_key(key)
+        only_columns(key, key.other)
 
 
 def _describe(node: fx.Node) -> str:
@@ -222,22 +226,6 @@ def _columns(graph: Graph, query: fx.Node, columns: list[int]) -> fx.Node:
     piece = as_slice(columns)
     index: Any = piece if piece is not None else columns
     return graph.call(operator.getitem, query, (Ellipsis, index))
-
-
-def _rope_key(key: Operand) -> fx.Node:
-    """The rotated key [B, 1 or kv_heads, T, d_r]: the node on the way to K that holds just these features, in order."""
-    want = key.features.own[..., key.other]
-    found = [
-        node
-        for node, ids in key.features.ids.items()
-        if ids.dim() == 4
-        and ids.shape[1] in (1, want.shape[1])
-        and (ids.shape[0], *ids.shape[2:]) == (want.shape[0], *want.shape[2:])
-        and bool((ids == want).all())
-    ]
-    if not found:
-        raise LayoutError(f"no value holds just the {len(key.other)} rotated key features of a head in order")
-    return min(found, key=lambda node: key.features.ids[node].shape[1])
 
 
 def _per_head(graph: Graph, x: fx.Node, weight: fx.Node, order: str, heads: int, kv_heads: int) -> fx.Node:

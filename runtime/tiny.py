@@ -23,6 +23,8 @@ _LM: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_IDS: dict[str, Any] = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GPT: dict[str, Any] = {**_IDS, "n_embd": 64, "n_layer": 2, "n_head": 4}
 _DECODER: dict[str, Any] = {**_LM, "num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 256}
 _GQA: dict[str, Any] = {**_DECODER, "num_key_value_heads": 2}
 _MLA: dict[str, Any] = {
@@ -74,6 +76,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_dim": 96,
             "max_position_embeddings": 256,
             "word_embed_proj_dim": 64,
+        },
+    ),
+    "gptj": ("gptj", {**_GPT, "n_positions": 256, "rotary_dim": 8}),
+    "phi": ("phi", _DECODER),
+    "stablelm": ("stablelm", {**_DECODER, "num_key_value_heads": 4}),
+    "bloom": ("bloom", {**_IDS, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "falcon": ("falcon", _DECODER),
+    "mpt": ("mpt", {"vocab_size": 128, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),
+    "olmo2": ("olmo2", _DECODER),
+    # A head dim that makes the layer's input narrower than K and V together, as it is where nothing is rotated.
+    "smollm3": ("smollm3", {**_GQA, "head_dim": 24, "no_rope_layers": [1, 0]}),
+    "cohere2": (
+        "cohere2",
+        {**_GQA, "head_dim": 24, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_GQA,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
     "deepseek_v2": ("deepseek_v2", {**_MLA, **_DEEPSEEK_MOE, "topk_method": "greedy"}),

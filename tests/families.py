@@ -12,8 +12,9 @@ from latentscan.runtime.tiny import build
 from latentscan.runtime.wrap import planning_graph
 
 FAMILIES = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "phi3", "opt", "deepseek_v2",
-    "deepseek_v3", "minicpm3", "mamba2", "bamba", "falcon_h1", "nemotron_h", "zamba2", "granitemoehybrid",
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt_neox", "gptj", "phi", "stablelm",
+    "phi3", "opt", "bloom", "mpt", "falcon", "olmo2", "smollm3", "cohere2", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "minicpm3", "mamba2", "bamba", "falcon_h1", "nemotron_h", "zamba2", "granitemoehybrid",
 )  # fmt: skip
 
 LOW_RANK = "mha-to-mla{rank=16,rope_dim=8}"

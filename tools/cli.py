@@ -149,7 +149,11 @@ def convert_verb(
     with progress("converting") as step:
         from latentscan.tools.convert import convert
 
-        told = convert(model, out, pipeline, calibration=calibration, step=step)
+        def tell(text: str) -> None:
+            if not as_json:
+                stdout().print(text, highlight=False)
+
+        told = convert(model, out, pipeline, calibration=calibration, step=step, tell=tell)
     if as_json:
         print_json(told)
     else:

@@ -10,10 +10,14 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import CheckpointError
+from latentscan.ir.weights import bytes_of
 from latentscan.runtime.checkpoint import check_target, write
 from latentscan.runtime.door import session_of
+from latentscan.runtime.own import get
 from latentscan.runtime.source import MARKER, Source, one_line, quiet, resolve
 from latentscan.runtime.wrap import wrap
+from latentscan.tools.plan import weight_bytes
+from latentscan.tools.plan_text import weights_text
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -30,6 +34,7 @@ def convert(
     calibration: Path | None = None,
     shard: str = "5GB",
     step: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Rewrite a model and save it to a directory, which appears complete or not at all.
 
@@ -39,9 +44,10 @@ def convert(
         calibration: a text file, for passes that measure activations.
         shard: most bytes of one weights file, as Hugging Face writes them.
         step: told what is being done.
+        tell: told, before anything is written, what the weights took and will take.
 
     Returns:
-        "out", "pipeline", "files", "bytes" and "reads_as_plain_model".
+        "out", "pipeline", "files", "bytes", "reads_as_plain_model", and "weights": before, after, made, released bytes.
 
     Raises:
         CheckpointError: ``out`` holds something else, or the model cannot be read. Every error of ``wrap``.
@@ -55,9 +61,14 @@ def convert(
         step("reading the calibration text")
         data = _calibration(source, loaded, calibration)
     step("rewriting")
+    before = sum(bytes_of(t) for t in (*loaded.parameters(), *loaded.buffers()))
     wrap(loaded, pipeline, calibration=data)
     session = session_of(loaded)
     assert session is not None
+    made = {t: bytes_of(get(loaded, t)) for r in session.plan.recipes for t in r.targets}
+    released = {path: bytes_of(get(loaded, path)) for path in session.plan.released}
+    weights, by_pass = weight_bytes(before, session.plan, made, released)
+    tell(weights_text(weights, by_pass))
     step(f"writing {target}")
     write(session, target, lambda folder: _add_tokenizer(source, folder), max_shard_size=shard)
     files = [p for p in target.iterdir() if p.is_file()]
@@ -66,6 +77,7 @@ def convert(
         "pipeline": session.plan.pipeline,
         "files": len(files),
         "bytes": sum(p.stat().st_size for p in files),
+        "weights": weights,
         "reads_as_plain_model": all(r.inverse is not None for r in session.plan.recipes),
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from latentscan.passes.pipeline import (
 )  # fmt: skip
 from latentscan.runtime.own import get
 from latentscan.runtime.phases import Phase, Traced, traced_phases, values_of
+from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.source import Source
 from latentscan.runtime.wrap import plan_of
 from latentscan.tools.fold import fold
@@ -55,7 +55,8 @@ def plan(
     Returns:
         Strings, numbers, lists and dicts, the same for the same input. Sizes are bytes.
         "schema": raised when a key changes its meaning or goes. "model": name, class, parameters, dtype, layers, notes.
-        "passes": a row a pass, with its rule and the form that it takes in each phase. "sites", "refusals": with
+        "passes": a row a pass, with its rule, the form that it takes in each phase, and the bytes of the weights that
+        it makes and of those that they replace. "sites", "refusals": with
         repeated layers folded. "weights": before, after, made, released. "cache": bytes_per_token of one row before and
         after, state_bytes_per_row, bytes_at_seq. "phases": by name, tokens, past, forms, and before and after each with
         flops, activation_bytes (peak, or saved for the backward pass; upper estimates), nodes and kinds of nodes.
@@ -73,7 +74,7 @@ def plan(
     parts = [_run(model, item, passes, step) for item in traced]
     records = _merged([p["records"] for p in parts])
     step("summing up")
-    weights, made = _weights(model, parts[0]["program"], to_text(passes))
+    weights, by_pass = _weights(model, parts[0]["program"], to_text(passes))
     cache = {"before": parts[0]["cache"][0], "after": parts[-1]["cache"][1]}
     state = traced[0].state_bytes
     result: dict[str, Any] = {
@@ -91,7 +92,7 @@ def plan(
         "batch": batch,
         "seq": seq,
         "train": train,
-        "passes": [_pass_row(r, parts, made) for r in records],
+        "passes": [_pass_row(r, parts, by_pass) for r in records],
         "sites": [
             {"pass": r.name, "module": f.module, "count": len(f.items), "rule": f.first.rule, "note": f.first.note}
             for r in records
@@ -222,7 +223,7 @@ def _merged(lists: list[list[PassRecord]]) -> list[PassRecord]:
     return merged
 
 
-def _pass_row(record: PassRecord, parts: list[dict[str, Any]], made: dict[str, int]) -> dict[str, Any]:
+def _pass_row(record: PassRecord, parts: list[dict[str, Any]], by_pass: dict[str, tuple[int, int]]) -> dict[str, Any]:
     forms = {
         name: phase["forms"][record.name]
         for p in parts
@@ -236,20 +237,40 @@ def _pass_row(record: PassRecord, parts: list[dict[str, Any]], made: dict[str, i
         "sites": len(record.sites),
         "refusals": len(record.refusals),
         "nodes": record.nodes_after - record.nodes_before,
-        "new_weight_bytes": made.get(record.name, 0),
+        "new_weight_bytes": by_pass.get(record.name, (0, 0))[0],
+        "released_weight_bytes": by_pass.get(record.name, (0, 0))[1],
         "rule": record.choice.rule if record.choice is not None else None,
         "forms": forms,
     }
 
 
-def _weights(model: torch.nn.Module, program: Program, text: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of the model's weights before and after, and of what each pass makes."""
+def _weights(model: torch.nn.Module, program: Program, text: str) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    """Bytes of the model's weights before and after, and what each pass makes and replaces."""
     decided = plan_of(program, text)
     forms = [program] if program.choice is None else [program.forced(True), program.forced(False)]
     values = {a.path: f.graph.weights[a.placeholder].value for f in forms if f.graph is not None for a in f.graph.added}
-    by_pass: Counter[str] = Counter()
-    for recipe in decided.recipes:
-        by_pass[recipe.maker] += sum(bytes_of(values[t]) for t in recipe.targets)
+    made = {t: bytes_of(values[t]) for r in decided.recipes for t in r.targets}
     before = sum(bytes_of(t) for t in (*model.parameters(), *model.buffers()))
-    made, released = by_pass.total(), sum(bytes_of(get(model, path)) for path in decided.released)
-    return {"before": before, "after": before + made - released, "made": made, "released": released}, dict(by_pass)
+    return weight_bytes(before, decided, made, {path: bytes_of(get(model, path)) for path in decided.released})
+
+
+def weight_bytes(
+    before: int, decided: ModelPlan, made: dict[str, int], released: dict[str, int]
+) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    """Totals, and (made, released) by pass; a released weight counts for the first pass that reads it.
+
+    Args:
+        before: bytes of all weights. made, released: bytes by path.
+    """
+    by_pass: dict[str, tuple[int, int]] = {}
+    left = dict(released)
+    for recipe in decided.recipes:
+        new, old = by_pass.get(recipe.maker, (0, 0))
+        new += sum(made[t] for t in recipe.targets)
+        old += sum(left.pop(s, 0) for s in recipe.sources)
+        by_pass[recipe.maker] = new, old
+    total_made, total_released = sum(made.values()), sum(released.values())
+    totals = {
+        "before": before, "after": before + total_made - total_released, "made": total_made, "released": total_released
+    }  # fmt: skip
+    return totals, by_pass

@@ -30,6 +30,23 @@ def flops_text(count: int) -> str:
     return f"{size:.3g} EFLOP"
 
 
+def weights_text(weights: dict[str, int], by_pass: dict[str, tuple[int, int]]) -> str:
+    """One line: bytes of all weights before and after, and the passes that make more than they replace.
+
+    Args:
+        by_pass: (made, released) by pass.
+    """
+    growth = weights["after"] - weights["before"]
+    change = f"{growth / weights['before']:+.1%}" if growth and weights["before"] else "no change"
+    text = f"weights: {bytes_text(weights['before'])} -> {bytes_text(weights['after'])} ({change})"
+    more = [
+        f"{name} makes {bytes_text(made)} in place of {bytes_text(released)}"
+        for name, (made, released) in by_pass.items()
+        if made > released
+    ]
+    return f"weights grow: {text.removeprefix('weights: ')}: " + ", ".join(more) if more and growth > 0 else text
+
+
 def show(data: dict[str, Any], console: Console, *, explain: bool = False) -> None:
     """Print a plan."""
     model = data["model"]
@@ -53,13 +70,9 @@ def show(data: dict[str, Any], console: Console, *, explain: bool = False) -> No
     if explain:
         for name, phase in data["phases"].items():
             console.print(_kinds(name, phase))
-    growth = data["weights"]["after"] - data["weights"]["before"]
-    if growth > 0:
-        console.print(
-            f"weights grow by {bytes_text(growth)} ({growth / data['weights']['before']:.1%})",
-            style="yellow",
-            highlight=False,
-        )
+    if data["weights"]["after"] > data["weights"]["before"]:
+        rows = {r["name"]: (r["new_weight_bytes"], r["released_weight_bytes"]) for r in data["passes"]}
+        console.print(weights_text(data["weights"], rows), style="yellow", highlight=False)
     for error in data["errors"]:
         console.print(
             f"{error['pass']}: {error['message']}. {error['remedy']}", style="red", markup=False, highlight=False
@@ -70,12 +83,12 @@ def _passes(data: dict[str, Any]) -> Table:
     table = Table(title="passes")
     table.add_column("pass", overflow="fold")
     table.add_column("tier")
-    for name in ("sites", "refusals", "nodes", "new weights"):
+    for name in ("sites", "refusals", "nodes", "new weights", "released"):
         table.add_column(name, justify="right")
     for row in data["passes"]:
-        new = bytes_text(row["new_weight_bytes"]) if row["new_weight_bytes"] else "-"
+        new, old = (bytes_text(row[k]) if row[k] else "-" for k in ("new_weight_bytes", "released_weight_bytes"))
         table.add_row(
-            escape(row["pass"]), row["tier"], str(row["sites"]), str(row["refusals"]), f"{row['nodes']:+d}", new
+            escape(row["pass"]), row["tier"], str(row["sites"]), str(row["refusals"]), f"{row['nodes']:+d}", new, old
         )
     return table
 

@@ -55,6 +55,8 @@ def register_model_file(module: types.ModuleType) -> None:
                 substitute(function, functools.partial(_rotary_function, layout=layout))
         elif name == "eager_attention_forward" and eager_is_plain(function):
             substitute(function, _eager_function)
+        elif name == "eager_attention_forward" and eager_is_plain(function, sinks=True):
+            substitute(function, functools.partial(_eager_function, sinks=True))
 
 
 # -- masks ------------------------------------------------------------------------------------------------------
@@ -213,7 +215,7 @@ def ignores_softcap(function: Callable[..., Any]) -> bool:
     return torch.equal(capped, plain)
 
 
-def _eager_function(original: Callable[..., Any]) -> Callable[..., Any]:
+def _eager_function(original: Callable[..., Any], sinks: bool = False) -> Callable[..., Any]:
     def eager_attention(
         module: Any,
         query: Any,
@@ -231,22 +233,29 @@ def _eager_function(original: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs["softcap"] = softcap
             return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        structure = (None, module.sinks) if sinks else ()  # no padding beside the mask
         out = torch.ops.latentscan.attention.default(
-            query, key, value, attention_mask, kind="full", scale=scale, softcap=softcap
+            query, key, value, attention_mask, *structure, kind="full", scale=scale, softcap=softcap
         )
         return out.transpose(1, 2).contiguous(), None
 
     return eager_attention
 
 
-def eager_is_plain(function: Callable[..., Any]) -> bool:
-    """Whether an ``eager_attention_forward`` is softmax(scale q k + mask) v with optional softcap, and no more."""
+def eager_is_plain(function: Callable[..., Any], *, sinks: bool = False) -> bool:
+    """Whether an ``eager_attention_forward`` is softmax(scale q k + mask) v with optional softcap, and no more.
+
+    ``sinks``: with one more logit a head, ``module.sinks``, that takes part in the softmax and has no value.
+    """
     from latentscan.kernels.reference.attention import attention as reference
 
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, h, 5, 8, generator=g, dtype=torch.float64) for h in (4, 2, 2))
     bias = torch.zeros(2, 1, 5, 5, dtype=torch.float64).masked_fill(torch.ones(5, 5).triu(1).bool(), -1e30)
     module = types.SimpleNamespace(num_key_value_groups=2, training=False, head_dim=8, is_causal=True)
+    extra_logits = torch.randn(4, generator=g, dtype=torch.float64) if sinks else None
+    if sinks:
+        module.sinks = extra_logits
     if "repeat_kv" not in getattr(function, "__code__", types.SimpleNamespace(co_names=())).co_names:
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     takes_softcap = "softcap" in inspect.signature(function).parameters
@@ -254,7 +263,7 @@ def eager_is_plain(function: Callable[..., Any]) -> bool:
         for softcap in (None, 5.0) if takes_softcap else (None,):
             extra = {"softcap": softcap} if takes_softcap else {}
             got = function(module, q, k, v, bias, scaling=0.3, dropout=0.0, **extra)[0]
-            want = reference(q, k, v, bias, kind="full", scale=0.3, softcap=softcap).transpose(1, 2)
+            want = reference(q, k, v, bias, None, extra_logits, kind="full", scale=0.3, softcap=softcap).transpose(1, 2)
             # The library computes the softmax in fp32 whatever the inputs are.
             if got.shape != want.shape or not torch.allclose(got.double(), want, rtol=1e-5, atol=1e-5):
                 return False

@@ -1,6 +1,9 @@
 """``packing_mask``: several sequences in one row, told by position ids that do not follow on.
 
 ``fit_padding``: a padding mask of another length than the keys.
+
+``token_positions``: position ids in the form in which a cache holds them. An op, because position ids are an input
+whose sizes a graph need not know to be those of its other inputs.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import torch
 from latentscan.ir.ops.base import Cost, define
 from latentscan.kernels.reference.masks import fit_padding as _fit_padding
 from latentscan.kernels.reference.masks import packing_mask as _reference
+from latentscan.kernels.reference.masks import token_positions as _token_positions
 
 
 def _fake(mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -45,4 +49,21 @@ fit_padding = define(
     fake=_fit_fake,
     cost=_cost,
     axes={"padding": ("batch", "given"), "out": ("batch", "keys")},
+)
+
+
+def _positions_fake(positions: torch.Tensor, like: torch.Tensor, batch_dim: int, seq_dim: int) -> torch.Tensor:
+    return positions.new_empty((like.shape[batch_dim], like.shape[seq_dim]), dtype=torch.int32)
+
+
+def _positions_cost(positions: Any, like: Any, batch_dim: int, seq_dim: int) -> Cost:
+    return Cost()
+
+
+token_positions = define(
+    "token_positions(Tensor positions, Tensor like, int batch_dim, int seq_dim) -> Tensor",
+    reference=_token_positions,
+    fake=_positions_fake,
+    cost=_positions_cost,
+    axes={"positions": ("batch", "seq"), "out": ("batch", "seq")},
 )

@@ -35,3 +35,9 @@ def fit_padding(padding: torch.Tensor, keys: int) -> torch.Tensor:
     if given >= keys:
         return padding[:, :keys].clone()
     return torch.nn.functional.pad(padding, (0, keys - given))
+
+
+def token_positions(positions: torch.Tensor, like: torch.Tensor, batch_dim: int, seq_dim: int) -> torch.Tensor:
+    """Position ids [B or 1, S] as they are cached: int32 [B, S], with B and S those of ``like``."""
+    shape = like.shape[batch_dim], like.shape[seq_dim]
+    return positions.to(torch.int32).expand(shape).clone(memory_format=torch.contiguous_format)

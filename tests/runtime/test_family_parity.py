@@ -22,8 +22,18 @@ EXACT = {
     "gemma3": "mha-to-mla,latent-cache",
     "gpt2": "mha-to-mla,latent-cache,mla-absorb",
     "gpt_neox": "mha-to-mla,mla-mm-split,latent-cache,mla-absorb",
+    "gptj": "mha-to-mla,latent-cache,mla-absorb",
+    "phi": "mha-to-mla,latent-cache,mla-absorb",
+    "stablelm": "mha-to-mla,latent-cache,mla-absorb",
     "phi3": "mha-to-mla,latent-cache",
     "opt": "mha-to-mla,latent-cache,mla-absorb",
+    "bloom": "mha-to-mla,latent-cache,mla-absorb",
+    "mpt": "mha-to-mla,latent-cache,mla-absorb",
+    "falcon": "mha-to-mla,latent-cache",
+    "olmo2": "mha-to-mla,latent-cache",
+    "smollm3": "mha-to-mla,latent-cache,mla-absorb",
+    "cohere2": "mha-to-mla,latent-cache,mla-absorb",
+    "gpt_oss": "mha-to-mla,latent-cache",
     "deepseek_v2": "mla-mm-split,mla-absorb",
     "deepseek_v3": "mla-mm-split,mla-absorb",
     "minicpm3": "mla-mm-split,mla-absorb",
@@ -34,7 +44,11 @@ EXACT = {
     "zamba2": "mha-to-mla,latent-cache",
     "granitemoehybrid": "mha-to-mla,latent-cache",
 }
+# Kin of what the fast suite has already.
+SLOW = ("phi", "stablelm", "mpt", "falcon", "olmo2", "cohere2", "gpt_oss")
 NO_DROPOUT = {
+    "gptj": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "bloom": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
     "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "opt": {"dropout": 0.0, "attention_dropout": 0.0},
 }
@@ -69,7 +83,7 @@ def _applied(cell: str) -> bool:
     return cell != "nothing" and not cell.startswith("refused")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FAMILIES])
 def test_forward_gradients_and_generate_equal_eager(family: str) -> None:
     overrides = NO_DROPOUT.get(family, {})
     eager, wrapped = build(family, **overrides), build(family, **overrides)

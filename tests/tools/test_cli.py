@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from latentscan.ir.errors import CheckpointError
 from latentscan.tools import cli
 from latentscan.tools.cli import BAD_INPUT, CHECK_FAILED, OK, main
 
@@ -208,10 +209,30 @@ def test_convert_makes_a_model_that_loads(command, tmp_path):
     assert status == OK and not err
     told = json.loads(printed)
     assert told["files"] == len(list(out.iterdir())) and told["reads_as_plain_model"] is False
+    weights = told["weights"]
+    assert weights["after"] - weights["before"] == weights["made"] - weights["released"]
     model = load(out)
     with torch.no_grad():
         assert model(input_ids=torch.ones(1, 5, dtype=torch.long)).logits.isfinite().all()
     assert command(*arguments)[0] == OK  # over its own earlier work
+
+
+def test_convert_tells_of_growing_weights_before_it_writes(command, tmp_path, monkeypatch):
+    """Factors of a large rank are bigger than what they replace: said while nothing is there yet."""
+    import latentscan.tools.convert as module
+
+    text, out = tmp_path / "text.txt", tmp_path / "new"
+    text.write_text("the quick brown fox " * 200)
+
+    def stop(*_: object, **__: object) -> None:
+        raise CheckpointError("the disk is full", where=str(out))
+
+    monkeypatch.setattr(module, "write", stop)
+    pipeline = "mha-to-mla{rank=48,rope_dim=8},latent-cache"
+    status, printed, err = command("convert", "tiny:llama", out, "-p", pipeline, "--calibration", text)
+    assert status == BAD_INPUT and "the disk is full" in err and not out.exists()
+    assert "weights grow: " in printed
+    assert "mha-to-mla makes 49.00 KiB in place of 32.00 KiB" in printed.replace("\n", " ")
 
 
 def test_convert_takes_the_tokenizer_along(command, tmp_path):

@@ -25,6 +25,7 @@ from latentscan.runtime.source import resolve
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 from latentscan.tools.plan import SCHEMA, plan
+from latentscan.tools.plan_text import weights_text
 
 DEEPSEEK = Path(__file__).parents[1] / "data" / "deepseek_v3" / "config.json"
 LOW_RANK = "mha-to-mla{rank=24,rope_dim=8},latent-cache,mla-absorb"
@@ -92,6 +93,23 @@ def test_growing_weights_are_told():
     made, released = told["weights"]["made"], told["weights"]["released"]
     assert told["weights"]["after"] - told["weights"]["before"] == made - released > 0
     assert [r["new_weight_bytes"] for r in told["passes"]] == [made, 0]
+    assert [r["released_weight_bytes"] for r in told["passes"]] == [released, 0]
+    # A layer: down 48 x 64, up 2 x (12 + 16) rows of 48, 8 rotated rows of 64, for K and V of 32 x 64 each.
+    assert (made, released) == (2 * 4 * (48 * 64 + 56 * 48 + 8 * 64), 2 * 4 * 2 * 32 * 64)
+    rows = {r["name"]: (r["new_weight_bytes"], r["released_weight_bytes"]) for r in told["passes"]}
+    text = weights_text(told["weights"], rows)
+    assert text.startswith("weights grow: ") and "mha-to-mla makes 49.00 KiB in place of 32.00 KiB" in text
+    assert "latent-cache" not in text
+
+
+def test_weights_that_are_only_moved_about_do_not_grow():
+    """Every new weight has an old one that goes: two passes, each with its own."""
+    told = plan(resolve("tiny:gpt_neox"), "mha-to-mla,mla-mm-split,latent-cache")
+    assert told["weights"]["made"] == told["weights"]["released"] > 0
+    split = next(r for r in told["passes"] if r["name"] == "mla-mm-split")
+    assert split["new_weight_bytes"] == split["released_weight_bytes"] == told["weights"]["made"]
+    rows = {r["name"]: (r["new_weight_bytes"], r["released_weight_bytes"]) for r in told["passes"]}
+    assert weights_text(told["weights"], rows).endswith("(no change)")
 
 
 def test_a_pass_that_finds_nothing_is_an_error_with_its_reason():

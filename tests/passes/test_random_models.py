@@ -1,0 +1,295 @@
+"""No silent difference: random attention layers and random models of the library, through the passes, against their
+definition (fp64) and eager (fp32). 500 of them in the slow suite, a few in the fast one."""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections import Counter
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from latentscan.ir.errors import RefusedError
+from latentscan.ir.graph import Graph
+from latentscan.ir.layout import linear_of
+from latentscan.ir.normalize import ATTENTION, LATENT_ATTENTION
+from latentscan.ir.ops.rope import ROPE
+from latentscan.passes.pipeline import Program
+from latentscan.runtime.cache import GraphCache, cache_argument
+from latentscan.runtime.wrap import wrap
+from latentscan.tests.models import build
+from latentscan.tests.passes.random_attention import Spec, check, replaced, specs
+from latentscan.tests.runtime.helpers import NO_DROPOUT, distance, tokens
+
+LAYERS, MODELS = 440, 60  # of the slow suite
+RULES = {
+    "key-value-is-latent", "input-is-latent", "partial-rotary", "basis-is-latent", "keys-are-latent",
+    "input-made-again-on-read", "values-from-input",
+}  # fmt: skip
+
+# One layer a rule, and the elements a token that it takes: heads 2 of 4 features unless said otherwise.
+PLAIN = Spec(8, 1, 2, 4, 4)
+CHOSEN = {
+    "input-is-latent": (replaced(PLAIN, hidden=7, bias="qkv", softcap=2.0, sinks=True), 7),
+    "partial-rotary": (replaced(PLAIN, layout="grouped", bias="qkv", rotary=2, window=3), 8 + 2 * 2),
+    "basis-is-latent": (replaced(PLAIN, layout="conv1d", bias="qkv", kv_rank=3, softcap=2.0), 3),
+    "keys-are-latent": (replaced(PLAIN, bias="qkv", rotary=4, condition=50.0, sinks=True), 8 + 1),
+    "input-made-again-on-read": (replaced(PLAIN, layout="stacked", rotary=4, norm="head", window=3, sinks=True), 8 + 1),
+    "values-from-input": (replaced(PLAIN, hidden=7, width=2, rotary=2, bias="qv", sinks=True), 7 + 4),
+    "key-value-is-latent": (replaced(PLAIN, groups=2, hidden=16, bias="k", rotary=4, softcap=2.0), 16),
+}
+
+
+def rules(program: Program) -> list[str]:
+    return [s.rule for r in program.records if r.name == "mha-to-mla" for s in r.sites]
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", CHOSEN)
+def test_each_rule_is_taken_where_it_should_be_and_changes_nothing(rule):
+    spec, elements = CHOSEN[rule]
+    program = check(spec)
+    (site,) = program.records[0].sites
+    assert (site.rule, site.facts["d_c"] + site.facts["d_r"]) == (rule, elements)
+    assert str(elements) in site.note
+    assert program.records[1].sites[0].facts["after"] == elements
+
+
+@settings(max_examples=10)
+@given(specs())
+def test_a_random_layer_stays_what_it_is(spec):
+    check(spec)
+
+
+@pytest.mark.slow
+def test_many_random_layers_stay_what_they_are():
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=LAYERS, derandomize=False, database=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.seed(1)
+    @given(specs())
+    def every(spec: Spec) -> None:
+        seen.update(rules(check(spec)))
+
+    every()
+    assert set(seen) == RULES, seen
+    assert min(seen.values()) >= 5, seen
+
+
+# -- sabotage: what a wrong rewrite would have done, seen by the same harness ------------------------------------------
+
+
+def attention_nodes(graph: Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target in (ATTENTION, LATENT_ATTENTION)]
+
+
+def without_option(name: str) -> Any:
+    def sabotage(graph: Graph) -> None:
+        for node in attention_nodes(graph):
+            assert node.kwargs[name] is not None
+            node.kwargs = {**node.kwargs, name: None}
+
+    return sabotage
+
+
+def without_sinks(graph: Graph) -> None:
+    for node in attention_nodes(graph):
+        position = [a.name for a in node.target._schema.arguments].index("sinks")
+        assert node.args[position] is not None
+        node.update_arg(position, None)
+
+
+def without_the_last_bias(graph: Graph) -> None:
+    """Of keys or values: those come last."""
+    biased = [n for n in graph.nodes if (m := linear_of(graph, n)) is not None and m.bias is not None]
+    node = biased[-1]
+    node.args, node.kwargs = node.args[:2], {}
+
+
+def turned_the_other_way(graph: Graph) -> None:
+    """Keys that are rotated on read turn backwards."""
+    node = [n for n in graph.nodes if n.target is ROPE.op][-1]
+    with graph.before(node, "sabotage"):
+        node.update_arg(2, graph.method("neg", node.args[2]))
+
+
+def without_a_norm(graph: Graph) -> None:
+    products = [n for n in graph.nodes if n.target is operator.mul and graph.weight(n.args[0]) is not None]
+    products[-1].replace_all_uses_with(products[-1].args[1])
+
+
+def one_value_for_all(graph: Graph) -> None:
+    """The up-projection of values reads the first rows of the latent's weight twice."""
+    node = [n for n in graph.nodes if linear_of(graph, n) is not None][-1]
+    with graph.before(node, "sabotage"):
+        weight = graph.call(operator.getitem, node.args[1], slice(0, 1))
+        node.update_arg(1, graph.method("expand", weight, graph.shape(node.args[1])[0], -1))
+
+
+SABOTAGES = {
+    "softcap": ("basis-is-latent", without_option("softcap")),
+    "window": ("partial-rotary", without_option("window")),
+    "sinks": ("input-is-latent", without_sinks),
+    "bias": ("input-is-latent", without_the_last_bias),
+    "bias in V of K": ("keys-are-latent", without_the_last_bias),
+    "bias beside a basis": ("basis-is-latent", without_the_last_bias),
+    "rotation on read": ("keys-are-latent", turned_the_other_way),
+    "rotation of the input on read": ("input-made-again-on-read", turned_the_other_way),
+    "norm on read": ("input-made-again-on-read", without_a_norm),
+    "rows": ("basis-is-latent", one_value_for_all),
+}
+
+
+@pytest.mark.parametrize("what", SABOTAGES)
+def test_sabotage_is_seen(what):
+    rule, sabotage = SABOTAGES[what]
+    spec, _ = CHOSEN[rule]
+    with pytest.raises(AssertionError, match=r"tokens after|training|gradient"):
+        check(spec, sabotage)
+
+
+@pytest.mark.slow
+def test_sabotage_of_random_layers_is_seen():
+    """A softcap or a bias that is dropped, whatever else the layer is."""
+
+    @settings(max_examples=20, phases=[hypothesis.Phase.generate])
+    @given(specs(), st.booleans())
+    def every(spec: Spec, softcap: bool) -> None:
+        spec = replaced(spec, softcap=1.0, written_out=False) if softcap else replaced(spec, bias="qkv", norm="")
+        with pytest.raises(AssertionError):
+            check(spec, without_option("softcap") if softcap else without_the_last_bias)
+
+    every()
+
+
+# -- models of the library ---------------------------------------------------------------------------------------------
+
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gpt2", "gpt_neox", "opt", "gptj", "phi", "stablelm",
+    "bloom", "falcon", "gpt_oss", "smollm3", "cohere2", "olmo2",
+)  # fmt: skip
+ONE_LAYER = {"gpt2": "n_layer", "gptj": "n_layer", "bloom": "n_layer"}
+HAS_KV_HEADS = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "stablelm", "gpt_oss", "olmo2", "cohere2")
+HAS_HEAD_DIM = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss", "cohere2")
+HAS_BIAS = {
+    "llama": "attention_bias", "qwen3": "attention_bias", "stablelm": "use_qkv_bias", "cohere2": "attention_bias"
+}  # fmt: skip
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> tuple[str, dict[str, Any], int]:
+    family = draw(st.sampled_from(FAMILIES))
+    given: dict[str, Any] = dict(NO_DROPOUT.get(family, {}))
+    given[ONE_LAYER.get(family, "num_hidden_layers")] = 1
+    if family == "bloom":
+        given |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    if family == "smollm3":
+        given["no_rope_layers"] = [draw(st.integers(0, 1))]
+    if family == "cohere2":
+        given["layer_types"] = [draw(st.sampled_from(["sliding_attention", "full_attention"]))]
+    if family in HAS_KV_HEADS:
+        given["num_key_value_heads"] = draw(st.sampled_from([1, 2, 4, 4]))
+    if family in HAS_HEAD_DIM:
+        given["head_dim"] = draw(st.sampled_from([8, 16, 24]))
+    if family in HAS_BIAS:
+        given[HAS_BIAS[family]] = draw(st.booleans())
+    if family in ("gemma2", "gpt_oss", "mistral"):
+        given["sliding_window"] = draw(st.sampled_from([3, 8]))
+    if family == "gemma2":
+        given |= {"attn_implementation": "eager", "attn_logit_softcapping": draw(st.sampled_from([None, 3.0]))}
+    if family in ("gpt_neox", "phi", "stablelm"):
+        given["partial_rotary_factor"] = draw(st.sampled_from([0.25, 0.5]))
+    if family == "falcon":
+        given |= {"alibi": draw(st.booleans()), "multi_query": draw(st.booleans()), "bias": draw(st.booleans())}
+    return family, given, draw(st.integers(0, 1000))
+
+
+def check_model(family: str, given: dict[str, Any], seed: int) -> list[str]:
+    """Raise AssertionError unless a wrapped model is the model; its rules."""
+    eager = build(family, **given)
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in eager.parameters():  # biases start as zeros, norms as ones, sinks as nothing
+            if p.dim() == 1:
+                p.add_(0.3 * torch.randn(p.shape, generator=g))
+    model = copy.deepcopy(eager)
+    for pipeline in ("mha-to-mla,latent-cache,mla-absorb{when=always}", "mha-to-mla,latent-cache"):
+        try:
+            wrap(model, pipeline)
+            break
+        except RefusedError as refused:  # as a whole: the model is as it was
+            told = refused.remedy
+        assert told, pipeline
+    else:
+        return ["refused"]
+    found = [s for s in model.report.sites if s["pass"] == "mha-to-mla"]
+    of_keys = [s["note"] for s in found if s["rule"] == "keys-are-latent"]
+    conditions = [float(note.split("cond(W_K) = ")[1].split(",")[0]) for note in of_keys]
+    bound = 10 * math.sqrt(96) * torch.finfo(torch.float32).eps * max([1.0, *conditions])
+    ids, mask = tokens(2, 12, seed), torch.ones(2, 12, dtype=torch.long)
+    mask[1, : seed % 4] = 0
+    name, cache = cache_argument(model), GraphCache.for_model(model)
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    takes = "position_ids" in eager.forward.__code__.co_varnames
+    with torch.no_grad():
+        want = eager(ids, attention_mask=mask, **({"position_ids": positions} if takes else {})).logits
+        got = []
+        for begin, end in ((0, 7), (7, 11), (11, 12)):
+            extra = {"position_ids": positions[:, begin:end]} if takes else {}
+            extra |= {"attention_mask": mask[:, :end], "use_cache": True, name: cache}
+            got.append(model(ids[:, begin:end], **extra).logits)
+    real = mask.bool()
+    assert distance(torch.cat(got, 1)[real], want[real]) < bound, (family, given, seed)
+    (note,) = [s["note"] for s in model.report.sites if s["pass"] == "latent-cache"]
+    assert cache.bytes_per_token() == 4 * int(note.split(" -> ")[1].split()[0]), (family, given, note)
+    return [s["rule"] for s in found]
+
+
+@pytest.mark.slow
+def test_many_random_models_stay_what_they_are():
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=MODELS, derandomize=False, database=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.seed(1)
+    @given(configurations())
+    def every(drawn: tuple[str, dict[str, Any], int]) -> None:
+        torch._dynamo.reset()
+        seen.update(check_model(*drawn))
+
+    every()
+    assert set(seen) >= {"key-value-is-latent", "input-is-latent", "partial-rotary", "input-made-again-on-read"}, seen
+    assert seen["refused"] < MODELS / 10, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("rank", [56, 20])
+def test_low_rank_is_the_model_at_full_rank_and_agrees_with_itself_below(family, rank):
+    """At full rank, with nothing rotating, equal; below, prompt and steps agree, and the error is measured."""
+    eager = build(family, num_hidden_layers=1)
+    for name, b in eager.named_buffers():
+        if name.endswith("inv_freq") and rank == 56:
+            b.zero_()
+    model = copy.deepcopy(eager)
+    text = tokens(4, 64, seed=1)
+    wrap(model, f"mha-to-mla{{rank={rank},rope_dim=8}},latent-cache,mla-absorb", calibration=text, check=True)
+    ids = tokens(2, 12)
+    name, cache = cache_argument(model), GraphCache.for_model(model)
+    with torch.no_grad():
+        whole = model(ids).logits
+        model(ids[:, :7], use_cache=True, **{name: cache})
+        rest = model(ids[:, 7:], use_cache=True, **{name: cache}).logits
+        want = eager(ids).logits
+    bound = 10 * math.sqrt(96) * torch.finfo(torch.float32).eps
+    assert distance(rest, whole[:, 7:]) < bound
+    assert (distance(whole, want) < bound) == (rank == 56)
+    assert model.report.passes[0]["error"] is not None
