@@ -433,6 +433,7 @@ def solve(problem: Problem, rank: int, value_bias: torch.Tensor) -> Latent:
     inverse = torch.linalg.pinv(down @ c @ down.T, rtol=1e-14, hermitian=True)
     up_key, up_value = (m @ c @ down.T @ inverse for m in (problem.key, problem.value))
     bias = value_bias.double() + (problem.value - up_value @ down) @ problem.mean
+    energies = energies.detach()
     total = energies.sum()
     lost = float(energies[rank:].sum() / total) if total > 0 else 0.0
     return Latent(down, up_key, up_value, bias, problem.rope, problem.query, lost)

@@ -19,7 +19,7 @@ from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.ir.weights import Recipe
 from latentscan.passes import lowrank
 from latentscan.passes.base import Context, Refusal, Site
-from latentscan.passes.mha_to_mla import _heads, _replace_stored
+from latentscan.passes.mha_to_mla import Found, _heads, _replace_stored, stored
 from latentscan.passes.mha_to_mla_rotary import Place, Sources, heads_of, inputs_of, place_of
 
 if TYPE_CHECKING:
@@ -205,11 +205,10 @@ def apply_low_rank(options: MhaToMla, graph: Graph, site: Site, context: Context
         left = lowrank.plain_pairs(pairs, kv_heads, half) if site.facts["method"] != "transmla" else list(range(half))
         n_plain, rope_heads = 2 * len(left), 1
         query_plain, query_rotated = list(range(n_plain)), list(range(n_plain, n_plain + len(turned)))
-        recipe = _shared_recipe(graph, site, place, context)
     else:
         turned, query_plain = _features(pairs, width)
         query_rotated, n_plain, rope_heads = turned, len(query_plain), kv_heads
-        recipe = _per_head_recipe(graph, site, place, context, options.balance)
+    recipe = recipe_of(options, graph, site, place, context)
     query_width = n_plain + len(turned)
     like = graph.value(key.linear.weight)
     inner, query_inner = (int(graph.shape(part.linear.x)[-1]) for part in (key, query))  # type: ignore[union-attr]
@@ -250,9 +249,20 @@ def apply_low_rank(options: MhaToMla, graph: Graph, site: Site, context: Context
         q_rot = turn(graph.call(operator.getitem, before, (Ellipsis, _index(query_rotated))), found.query_rope)
         q = graph.call(torch.cat, [q_plain, q_rot], dim=-1)
     found.node.replace_input_with(found.query, q)
+    wider = int(graph.shape(k)[-1]) != width
+    if wider and stored(graph, found.node.args[1]) is None:  # type: ignore[arg-type]
+        _leave_out(graph, found, k, v, options.name)
+        return
     _replace_stored(graph, found, k, v)
-    if int(graph.shape(k)[-1]) != width:
+    if wider:
         _new_shapes(graph, k, found.node)
+
+
+def recipe_of(options: MhaToMla, graph: Graph, site: Site, place: Place, context: Context) -> Recipe:
+    """How the new weights of a site are made from the old ones."""
+    if "method" in site.facts:
+        return _shared_recipe(graph, site, place, context)
+    return _per_head_recipe(graph, site, place, context, options.balance)
 
 
 def _recipe(
@@ -341,6 +351,20 @@ def _shared_recipe(graph: Graph, site: Site, place: Place, context: Context) -> 
         }
 
     return _recipe(site, context, sources, names, make)
+
+
+def _leave_out(graph: Graph, found: Found, key: fx.Node, value: fx.Node, name: str) -> None:
+    """Let the attention alone read a key of another width. What leaves the graph (a training step's cache of the
+    library, which nothing continues from) keeps its form, and is NaN instead of something to be mistaken for a key."""
+    old: Any = found.node.args[1]
+    graph.replace(found.value, value)
+    found.node.replace_input_with(old, key)
+    if old.users:
+        with graph.before(old.next, name):
+            one = graph.call(operator.getitem, graph.method("detach", value), (Ellipsis, slice(0, 1)))
+            wide = graph.method("expand", one, -1, -1, -1, int(graph.shape(old)[-1]))
+            nothing = graph.call(torch.full_like, wide, float("nan"))
+        graph.replace(old, nothing)
 
 
 def _new_shapes(graph: Graph, key: fx.Node, end: fx.Node) -> None:

@@ -252,7 +252,7 @@ def _resume(path: str | os.PathLike[str] | None, mark: str, device: torch.device
             return int(told["done"]), moments
     except CheckpointError:
         raise
-    except Exception as error:  # noqa: BLE001  safetensors' own error and whatever a broken file leads to
+    except Exception as error:  # safetensors' own error, and whatever a broken file leads to
         raise CheckpointError(
             f"cannot be read: {type(error).__name__}: {error}", where=str(path), remedy="delete it to begin anew"
         ) from error
