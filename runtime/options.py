@@ -22,7 +22,7 @@ class Options:
         inductor: ``auto`` (on for GPUs), ``on`` or ``off``: what compiles the rest of the graph.
         check: compare the numbers after every pass: False, True, or {pass name or "default": tolerance}.
         dump: folder for a dump of every pass, or None.
-        calibration: text or tokens for passes that need statistics.
+        calibration: text or tokens for passes that need statistics, or a ``runtime.calibration.Calibration`` of them.
         mesh: what parallel passes split over: text such as ``tp=2``, or a DeviceMesh with named axes.
     """
 

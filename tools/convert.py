@@ -11,6 +11,7 @@ import torch
 
 from latentscan.ir.errors import CheckpointError
 from latentscan.ir.weights import bytes_of
+from latentscan.runtime.calibration import Calibration
 from latentscan.runtime.checkpoint import check_target, write
 from latentscan.runtime.door import session_of
 from latentscan.runtime.own import get
@@ -41,7 +42,8 @@ def convert(
     Args:
         model: MODEL as the command takes it.
         out: a directory that does not exist, is empty, or was written by latentscan.
-        calibration: a text file, for passes that measure activations.
+        calibration: a text file, for passes that measure activations. What was measured is kept beside ``out`` until
+            that is written, so that a conversion that was killed goes on from there.
         shard: most bytes of one weights file, as Hugging Face writes them.
         step: told what is being done.
         tell: told, before anything is written, what the weights took and will take.
@@ -59,7 +61,7 @@ def convert(
     data: Any = None
     if calibration is not None:
         step("reading the calibration text")
-        data = _calibration(source, loaded, calibration)
+        data = Calibration(_calibration(source, loaded, calibration), state=_state(target))
     step("rewriting")
     before = sum(bytes_of(t) for t in (*loaded.parameters(), *loaded.buffers()))
     wrap(loaded, pipeline, calibration=data)
@@ -71,6 +73,7 @@ def convert(
     tell(weights_text(weights, by_pass))
     step(f"writing {target}")
     write(session, target, lambda folder: _add_tokenizer(source, folder), max_shard_size=shard)
+    _state(target).unlink(missing_ok=True)
     files = [p for p in target.iterdir() if p.is_file()]
     return {
         "out": str(out),
@@ -91,6 +94,11 @@ def _check_out(out: Path) -> Path:
             remedy="give a directory that does not exist",
         )
     return target
+
+
+def _state(target: Path) -> Path:
+    """Where calibration keeps what it has measured."""
+    return target.parent / f".{target.name}.latentscan-calibration"
 
 
 def _calibration(source: Source, model: torch.nn.Module, path: Path) -> Any:

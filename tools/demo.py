@@ -14,7 +14,7 @@ from typing import Any
 
 DUMP = "demo-dump"
 CANONICAL = "mha-to-mla,latent-cache"
-LOW_RANK = "mha-to-mla{rank=96,rope_dim=96},latent-cache,mla-absorb"
+LOW_RANK = "mha-to-mla{rank=144,rope_dim=48},latent-cache,mla-absorb"
 LENGTH, CALIBRATION_ROWS, HELD_OUT_ROWS = 256, 12, 4
 
 

@@ -65,12 +65,12 @@ def test_generate_is_equal_over_64_tokens(real, beams: int) -> None:
 
 
 def test_half_the_cache_costs_what_the_table_says(real) -> None:
-    """The plain low-rank form: half the bytes, and a loss that stays within one nat of the original."""
+    """Half the bytes, not trained: a loss within a quarter of a nat of the original (0.62 nat for the baseline)."""
     model, tokenizer, rows = real
     calibration = demo.rows(tokenizer, demo.texts()[0], demo.CALIBRATION_ROWS)
     wrapped = latentscan.wrap(copy.deepcopy(model), demo.LOW_RANK, calibration=calibration)
     before, after = demo.nll(model, rows), demo.nll(wrapped, rows)
-    assert before < after < before + 1.0
+    assert before < after < before + 0.25
     inputs = tokenizer("The capital of France is", return_tensors="pt")
     _, cache = demo.generate(wrapped, inputs, 4)
     assert demo.held_per_token(cache, 1) == 30 * 192 * 4
