@@ -92,13 +92,13 @@ def _forward_kernel(
 @triton.jit
 def _changed(seq_row, ssl, t, length, HAS_SEQ: tl.constexpr):
     """Whether a new sequence starts at each token t; false outside the row."""
+    changed = t < t
     if HAS_SEQ:
         inside = (t >= 1) & (t < length)
         here = tl.load(seq_row + t.to(tl.int64) * ssl, mask=inside, other=0)
         before = tl.load(seq_row + (t - 1).to(tl.int64) * ssl, mask=inside, other=0)
-        return here != before
-    else:
-        return t < t
+        changed = here != before
+    return changed
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def _backward_kernel(
     s3 = tl.zeros([S, BD], tl.float32)
     sb = tl.zeros([S, BD], tl.float32)
     out_row = dx_ptr + b * length * channels + d64[None, :]
-    for i in range(0, T + 3):
+    for i in range(T + 3):
         t = start + i
         c0 = _changed(seq_row, ssl, t, length, HAS_SEQ)
         x0 = _extended(x_row, init_row, t, length, in_d, sxl, sit, W, HAS_INIT)

@@ -102,7 +102,7 @@ def pass_kernel(
     h = tl.zeros([BE], tl.float32)
     if HAS_INIT:
         h += tl.load(init_ptr + b * sib + d * sid + n * sin, mask=ok, other=0.0).to(tl.float32)
-    for c in range(0, chunks):
+    for c in range(chunks):
         at = state_ptr + (b * chunks + c) * size + e
         added = tl.load(at, mask=ok, other=0.0)
         step = tl.load(sum_ptr + (b * chunks + c) * channels + d, mask=ok, other=0.0)
@@ -112,7 +112,7 @@ def pass_kernel(
         g = tl.zeros([BE], tl.float32)
         if HAS_DFINAL:
             g += tl.load(dfinal_ptr + b * sfb + d * sfd + n * sfn, mask=ok, other=0.0).to(tl.float32)
-        for back in range(0, chunks):
+        for back in range(chunks):
             c = chunks - 1 - back
             at = adjoint_ptr + (b * chunks + c) * size + e
             added = tl.load(at, mask=ok, other=0.0)

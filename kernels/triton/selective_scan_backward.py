@@ -64,7 +64,7 @@ def _walk_kernel(
         h = tl.load(enter_ptr + state, mask=both, other=0.0)
         first = c * chunk
         count = tl.minimum(chunk, length - first)
-        for i in range(0, count):
+        for i in range(count):
             at = tl.cast(first + i, tl.int64)
             tl.store(own + i * (BN * BD), h)
             u = tl.load(u_ptr + b * sub + d64 * sud + at * sul, mask=in_d, other=0.0).to(tl.float32)
@@ -75,7 +75,7 @@ def _walk_kernel(
             h = tl.exp(a * step[None, :]) * h + (step * u)[None, :] * bs[:, None]
         tl.debug_barrier()
         adjoint = tl.load(leave_ptr + state, mask=both, other=0.0)
-        for back in range(0, count):
+        for back in range(count):
             i = count - 1 - back
             at = tl.cast(first + i, tl.int64)
             before = tl.load(own + i * (BN * BD))

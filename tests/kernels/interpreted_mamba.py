@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_conv_of_one_row_of_sequences_is_that_of_each_alone():
     ends = [0, 1, 3, 10, 17]
     seq_idx = torch.tensor([[k for k in range(4) for _ in range(ends[k], ends[k + 1])]])
     packed, _ = conv.causal_conv1d(x, weight, bias, None, seq_idx, activation="silu")
-    alone = [conv.causal_conv1d(x[:, a:b], weight, bias, activation="silu")[0] for a, b in zip(ends, ends[1:])]
+    alone = [conv.causal_conv1d(x[:, a:b], weight, bias, activation="silu")[0] for a, b in pairwise(ends)]
     assert torch.equal(packed, torch.cat(alone, 1))
     leaky, _ = conv.causal_conv1d(x, weight, bias, activation="silu")  # what the check would see without boundaries
     assert not torch.equal(leaky, packed)
@@ -183,7 +184,7 @@ def test_conv_update_of_some_rows_of_a_pool():
 
 
 def test_conv_refuses_what_it_does_not_compute():
-    x, weight, bias, init, _ = conv_inputs(2, 5, 6, 4)
+    x, weight, _, init, _ = conv_inputs(2, 5, 6, 4)
     for call, message in (
         (lambda: conv.causal_conv1d(x, random(6, 5)), "width 5"),
         (lambda: conv.causal_conv1d(x, weight, activation="gelu"), "gelu"),
@@ -204,7 +205,9 @@ def check_norm(shape: tuple[int, ...], group: int, first: bool, gated: bool, dty
     z = strided(random(*shape, seed=seed + 1, dtype=dtype), 4, 0) if gated else None
     weight, dy = random(shape[-1], seed=seed + 2), random(*shape, seed=seed + 3, dtype=dtype)
     options = {"eps": 0.1, "group_size": group, "norm_before_gate": first}
-    assert_near(norm.gated_rms_norm(x, z, weight, **options), ssm_norm.gated_rms_norm(*exact((x, z, weight)), **options))
+    assert_near(
+        norm.gated_rms_norm(x, z, weight, **options), ssm_norm.gated_rms_norm(*exact((x, z, weight)), **options)
+    )
     want = ssm_norm.gated_rms_norm_backward(*exact((dy, x, z, weight)), **options)
     assert_near(norm.gated_rms_norm_backward(dy, x, z, weight, **options), want)
 
@@ -421,7 +424,7 @@ def test_scan_gradient_of_a_lost_gate_is_seen():
 
 
 def test_offsets_beyond_32_bits(monkeypatch):
-    """A view whose strides pass 2^31 elements (m#1015): the kernel is asked to compute addresses, on no memory at all."""
+    """A view whose strides pass 2^31 elements (m#1015): addresses are computed, nothing is read."""
     batch, channels, length = 2, 3, 3
     row, token = 3 << 30, 5 << 28
     span = row + (length - 1) * token + channels
