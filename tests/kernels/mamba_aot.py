@@ -1,6 +1,6 @@
 """Compile the Mamba kernels for GPUs that need not be there: ``python -m latentscan.tests.kernels.mamba_aot``.
 
-The library's own functions are called with tensors on the meta device, and every launch is compiled instead, so that
+``--smallest`` compiles the smallest sizes and says how many kernels there were. The library's own functions are called with tensors on the meta device, and every launch is compiled instead, so that
 what is compiled is what a user's call would launch. ``--write`` renews the table in docs/kernels-mamba.md; without it
 the table goes to the standard output as JSON.
 """
@@ -100,6 +100,44 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "scan mamba-2.8b backward", lambda: selective_scan_backward(u, None, *given, delta_softplus=True)
 
 
+def smallest() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Sizes of one, which Triton makes constants of: what is a tensor elsewhere is a number here."""
+    from latentscan.kernels.triton.causal_conv1d import causal_conv1d, causal_conv1d_backward, conv_update
+    from latentscan.kernels.triton.gated_rms_norm import gated_rms_norm, gated_rms_norm_backward
+    from latentscan.kernels.triton.selective_scan import selective_scan
+    from latentscan.kernels.triton.selective_scan_backward import selective_scan_backward
+    from latentscan.kernels.triton.state_update import state_update
+
+    for width in (2, 3, 4):
+        x, w, bias, init, seq = meta(1, 1, 1), meta(1, width), meta(1), meta(1, 1, width - 1), meta(1, 1).int()
+        yield "conv", lambda a=(x, w, bias, init, seq): causal_conv1d(*a, activation="silu")
+        yield "conv", lambda a=(x, init, x, w, bias, init, seq): causal_conv1d_backward(*a, activation="silu")
+        yield "conv", lambda a=(x[0], init, w, bias): conv_update(*a, activation="silu")
+    index = meta(1, dtype=torch.int64)
+    yield "conv", lambda: conv_update(x[0], init, w, bias, inplace=True, state_indices=index)
+    for first in (False, True):
+        options = {"eps": 1e-5, "group_size": 1, "norm_before_gate": first}
+        yield "norm", lambda o=options: gated_rms_norm(x, x, bias, **o)
+        yield "norm", lambda o=options: gated_rms_norm_backward(x, x, x, bias, **o)
+        yield "norm", lambda o=options: gated_rms_norm(x, None, bias, **o)
+    for dim, states in ((1, 1), (2, 1), (1, 3)):
+        s, v, b = meta(1, 1, dim, states), meta(1, 1, dim), meta(1, 1, states)
+        for A, D in ((bias, bias), (meta(1, states), meta(1, dim))):
+            args = (s, v, meta(1, 1), A, b, b, D, v, bias)
+            yield "step", lambda a=args: state_update(*a, dt_softplus=True)
+            yield "step", lambda a=args: state_update(*a, inplace=True, state_indices=index)
+    two = meta(1, 2, 1, 1)
+    args = (two, meta(1, 2, 1), meta(1, 2), meta(2), meta(1, 2, 1), meta(1, 2, 1))
+    yield "step", lambda: state_update(*args)
+    for length in (1, 33, 300):
+        u, b = meta(1, 1, length), meta(1, 1, length)
+        scanned = (u, u, meta(1, 1), b, b, bias, u, bias, meta(1, 1, 1))
+        yield "scan", lambda a=scanned: selective_scan(*a, delta_softplus=True)
+        yield "scan", lambda a=scanned, u=u: selective_scan_backward(u, a[-1], *a, delta_softplus=True)
+        yield "scan", lambda a=scanned[:5]: selective_scan(*a)
+        yield "scan", lambda a=scanned[:5], u=u: selective_scan_backward(None, meta(1, 1, 1), *a)
+
+
 # --- compiling -------------------------------------------------------------------------------------------------------
 
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
@@ -152,10 +190,10 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2]) + int(found[3])
 
 
-def compile_all() -> list[Row]:
+def compile_all(which: Iterator[tuple[str, Callable[[], Any]]]) -> list[Row]:
     rows: list[Row] = []
     done: set[tuple[Any, ...]] = set()
-    for label, call in calls():
+    for label, call in which:
         with launches() as seen:
             call()
         for kernel, args, kwargs in seen:
@@ -193,7 +231,10 @@ def written() -> str:
 
 
 def main() -> None:
-    rows = compile_all()
+    if "--smallest" in sys.argv:
+        print(len(compile_all(smallest())))
+        return
+    rows = compile_all(calls())
     if "--write" in sys.argv:
         text = DOCUMENT.read_text()
         before, after = text.split(BEGIN)[0], text.split(END)[1]
