@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the ops)
+from latentscan.ir.ops import ssm_mixer as _mixer  # noqa: F401
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -30,6 +31,8 @@ _MODULES = {
     "conv_update": "causal_conv1d",
     "gated_rms_norm": "gated_rms_norm",
     "gated_rms_norm_backward": "gated_rms_norm",
+    "mamba_mixer": "mamba_mixer",
+    "mamba_mixer_backward": "mamba_mixer",
     "selective_scan": "selective_scan",
     "selective_scan_backward": "selective_scan_backward",
     "state_update": "state_update",
@@ -84,23 +87,33 @@ def _define(name: str) -> None:
 
 
 def _define_gradient(name: str) -> None:
-    """Autograd of ``name`` by ``name_backward``: the kernel where there is one, else the canonical op."""
+    """Autograd of ``name`` by ``name_backward``: the kernel where there is one, else the canonical op.
+
+    An output that the backward takes (the mixer's y) is saved beside the inputs and has no gradient of its own.
+    """
     backward_name = f"{name}_backward"
+    outputs = [r.name for r in _canonical(name)._schema.returns]
+    taken = [a.name for a in _canonical(backward_name)._schema.arguments]
+    kept = [i for i, output in enumerate(outputs) if output in taken]
     names = [a.name for a in _canonical(name)._schema.arguments if not a.kwarg_only]
     gradients = [r.name for r in _canonical(backward_name)._schema.returns]
     places = [names.index(g[1:]) for g in gradients]  # dx is the gradient of x
 
     def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
+        extra = [output[i] for i in kept]
+        ctx.save_for_backward(*inputs, *extra)
         ctx.options = keyword_only_inputs
+        if extra:
+            ctx.mark_non_differentiable(*extra)
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved, extra = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
+        grads = tuple(g for i, g in enumerate(grads) if i not in kept)
         found: list[Tensor | None] = [None] * len(saved)
         if any(g is not None for g in grads):
             namespace = torch.ops.latentscan_triton if backward_name in _MODULES else torch.ops.latentscan
-            made = getattr(namespace, backward_name).default(*grads, *saved, **ctx.options)
+            made = getattr(namespace, backward_name).default(*grads, *extra, *saved, **ctx.options)
             for place, gradient in zip(places, made, strict=True):
                 found[place] = None if saved[place] is None else gradient
         return tuple(found)
@@ -150,9 +163,11 @@ def unserved(name: str, *args: Any, **kwargs: Any) -> str | None:
     limits: list[tuple[str, Any, int, int]] = []
     if name in ("causal_conv1d", "conv_update"):
         limits.append(("filter width", args[1 if name == "causal_conv1d" else 2].shape[1], 2, 4))
+    if name == "mamba_mixer":
+        limits.append(("filter width", args[1].shape[1], 2, 4))
     if name == "conv_update":
         limits.append(("width of the state", args[1].shape[2], 1, 64))
-    if name == "gated_rms_norm":
+    if name in ("gated_rms_norm", "mamba_mixer"):
         limits.append(("group_size", kwargs["group_size"], 1, 16384))
     if name == "selective_scan":
         limits.append(("d_state", args[2].shape[1], 1, 256))

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from latentscan.ir.frontends.packing import CURRENT, jumping_positions
 from latentscan.ir.frontends.base import substitute, traced_by_latentscan
+from latentscan.ir.frontends.packing import CURRENT, jumping_positions
 from latentscan.ir.ops import attention as _attention  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import mask as _mask  # noqa: F401
 from latentscan.ir.ops import rope as _rope  # noqa: F401

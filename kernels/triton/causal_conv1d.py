@@ -117,7 +117,7 @@ def _extended(
 @triton.jit
 def _backward_kernel(
     dy_ptr, dfinal_ptr, x_ptr, w_ptr, bias_ptr, init_ptr, seq_ptr, dx_ptr, dinit_ptr, part_ptr,
-    length, channels,
+    length, channels, sob, sol, sod,
     syb, syl, syd, sfb, sfd, sft, sxb, sxl, sxd, swd, sww, sib, sid, sit, ssb, ssl,
     W: tl.constexpr, ACTIVE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INIT: tl.constexpr, HAS_SEQ: tl.constexpr,
     HAS_DY: tl.constexpr, HAS_DFINAL: tl.constexpr,
@@ -171,7 +171,7 @@ def _backward_kernel(
     s2 = tl.zeros([S, BD], tl.float32)
     s3 = tl.zeros([S, BD], tl.float32)
     sb = tl.zeros([S, BD], tl.float32)
-    out_row = dx_ptr + b * length * channels + d64[None, :]
+    out_row = dx_ptr + b * sob + d64[None, :] * sod
     for i in range(T + 3):
         t = start + i
         c0 = _changed(seq_row, ssl, t, length, HAS_SEQ)
@@ -210,7 +210,7 @@ def _backward_kernel(
             ).to(tl.float32)  # fmt: skip
             a3 += tl.where((c1 | c2)[:, None], 0.0, last)
         tl.store(
-            out_row + q.to(tl.int64)[:, None] * channels, a3.to(dx_ptr.dtype.element_ty),
+            out_row + q.to(tl.int64)[:, None] * sol, a3.to(dx_ptr.dtype.element_ty),
             mask=(mine & (q >= 0))[:, None] & in_d,
         )  # fmt: skip
         if HAS_INIT:
@@ -339,18 +339,20 @@ def causal_conv1d(
 def causal_conv1d_backward(
     dy: Tensor | None, dfinal_state: Tensor | None,
     x: Tensor, weight: Tensor, bias: Tensor | None = None, init_state: Tensor | None = None,
-    seq_idx: Tensor | None = None, *, activation: str = "none",
+    seq_idx: Tensor | None = None, *, activation: str = "none", out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dx, dweight, dbias, dinit_state) of :func:`causal_conv1d`; empty where the input was None.
 
-    One launch that recomputes the convolution, and a sum over [blocks of tokens, 5, D].
+    One launch that recomputes the convolution, and a sum over [blocks of tokens, 5, D]. ``out``: where to write dx,
+    [b, L, D] of any strides; a new contiguous tensor if None.
     """
     _check(x, weight, bias, init_state, seq_idx, activation)
     batch, length, channels = x.shape
     width = weight.shape[1]
     check_shape("dy", dy, x.shape)
     check_shape("dfinal_state", dfinal_state, (batch, channels, width - 1))
-    dx = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    check_shape("out", out, x.shape)
+    dx = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device) if out is None else out
     dinit = absent(x)
     if init_state is not None:
         dinit = torch.empty(init_state.shape, dtype=init_state.dtype, device=x.device)
@@ -362,7 +364,7 @@ def causal_conv1d_backward(
     if batch and channels:
         _backward_kernel[(blocks * cdiv(channels, size["BD"]),)](
             _or(dy, x), _or(dfinal_state, x), x, weight, _or(contiguous_bias, x), _or(init_state, x), _or(seq_idx, x),
-            dx, dinit, part, length, channels,
+            dx, dinit, part, length, channels, *dx.stride(),
             *_strides(dy, 3), *_strides(dfinal_state, 3), *x.stride(), *weight.stride(),
             *_strides(init_state, 3), *_strides(seq_idx, 2),
             W=width, ACTIVE=activation == "silu", HAS_BIAS=bias is not None, HAS_INIT=init_state is not None,

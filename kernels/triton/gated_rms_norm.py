@@ -64,7 +64,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     dy_ptr, x_ptr, z_ptr, w_ptr, dx_ptr, dz_ptr, part_ptr, rows, groups, group_size, programs,
-    syr, syd, sxr, sxd, szr, szd, eps,
+    syr, syd, sxr, sxd, szr, szd, sor, sod, eps,
     HAS_Z: tl.constexpr, NORM_FIRST: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Every ``programs``-th block of rows of one group; part [programs, channels] takes the sums for the weight."""
@@ -93,7 +93,7 @@ def _backward_kernel(
         if HAS_Z:
             if NORM_FIRST:
                 dz = dout * unit * w * (s * (1.0 + z * (1.0 - s)))
-                tl.store(dz_ptr + r * width + c64, dz.to(dz_ptr.dtype.element_ty), mask=ok)
+                tl.store(dz_ptr + r * sor + c64 * sod, dz.to(dz_ptr.dtype.element_ty), mask=ok)
                 dout = dout * (z * s)
         total += dout * unit
         dunit = dout * w
@@ -102,7 +102,7 @@ def _backward_kernel(
         if HAS_Z:
             if not NORM_FIRST:
                 dz = dvalue * x * (s * (1.0 + z * (1.0 - s)))
-                tl.store(dz_ptr + r * width + c64, dz.to(dz_ptr.dtype.element_ty), mask=ok)
+                tl.store(dz_ptr + r * sor + c64 * sod, dz.to(dz_ptr.dtype.element_ty), mask=ok)
                 dvalue = dvalue * (z * s)
         tl.store(dx_ptr + r * width + c64, dvalue.to(dx_ptr.dtype.element_ty), mask=ok)
     sums = tl.sum(total, 0)
@@ -160,18 +160,24 @@ def gated_rms_norm(
 
 def gated_rms_norm_backward(
     dy: Tensor | None, x: Tensor, z: Tensor | None, weight: Tensor,
-    *, eps: float, group_size: int, norm_before_gate: bool,
+    *, eps: float, group_size: int, norm_before_gate: bool, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dx, dz, dweight) of :func:`gated_rms_norm`; dz is empty without a gate.
 
-    One launch, and a sum over [at most 512, D].
+    One launch, and a sum over [at most 512, D]. ``out``: where to write dz, [..., D] as a view that flattens to rows; a
+    new contiguous tensor if None.
     """
     groups = _check(x, z, weight, group_size)
     check_shape("dy", dy, x.shape)
     if dy is None:
-        return torch.zeros_like(x), absent(x) if z is None else torch.zeros_like(z), torch.zeros_like(weight)
+        dz = absent(x) if z is None else torch.zeros_like(z) if out is None else out.zero_()
+        return torch.zeros_like(x), dz, torch.zeros_like(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dz = absent(x) if z is None else torch.empty(z.shape, dtype=z.dtype, device=x.device)
+    check_shape("out", out, x.shape)
+    dz = absent(x) if z is None else torch.empty(z.shape, dtype=z.dtype, device=x.device) if out is None else out
+    dzs = xs = _rows(x)
+    if z is not None:
+        dzs = dz.view(-1, dz.shape[-1])  # no copy: it is written
     xs, dys = _rows(x), _rows(dy)
     zs = xs if z is None else _rows(z)
     rows = xs.shape[0]
@@ -179,8 +185,8 @@ def gated_rms_norm_backward(
     programs = max(1, min(_PROGRAMS, cdiv(rows, size["BR"])))
     part = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
     _backward_kernel[(programs * groups,)](
-        dys, xs, zs, weight.contiguous(), dx, dz, part, rows, groups, group_size, programs,
-        *dys.stride(), *xs.stride(), *zs.stride(), eps,
+        dys, xs, zs, weight.contiguous(), dx, dzs, part, rows, groups, group_size, programs,
+        *dys.stride(), *xs.stride(), *zs.stride(), *dzs.stride(), eps,
         HAS_Z=z is not None, NORM_FIRST=norm_before_gate, **size,
     )  # fmt: skip
     return dx, dz, part.sum(0).to(weight.dtype)

@@ -1,8 +1,8 @@
 """Compile the Mamba kernels for GPUs that need not be there: ``python -m latentscan.tests.kernels.mamba_aot``.
 
-``--smallest`` compiles the smallest sizes and says how many kernels there were. The library's own functions are called with tensors on the meta device, and every launch is compiled instead, so that
+The library's own functions are called with tensors on the meta device, and every launch is compiled instead, so that
 what is compiled is what a user's call would launch. ``--write`` renews the table in docs/kernels-mamba.md; without it
-the table goes to the standard output as JSON.
+the table goes to the standard output as JSON; ``--smallest`` compiles the smallest sizes and counts them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ LOWERED: list[str] = []
 
 
 @pytest.fixture(autouse=True)
-def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def target(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference target with the Mamba kernels of ours added."""
     LOWERED.clear()
     original = select.lower
@@ -39,7 +38,6 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr("latentscan.runtime.executable.lower", lower)
     monkeypatch.setattr(conv, "BACKWARD", {"S": 4, "T": 8, "BD": 64, "num_warps": 1})
-    yield
 
 
 def names() -> set[str]:
@@ -57,6 +55,18 @@ def test_training_equals_eager(family):
     assert worst_gradient(model, eager) < 2e-4
     scan = {"gated_rms_norm"} if family == "mamba2" else {"selective_scan"}
     assert names() == {"causal_conv1d"} | scan
+
+
+@pytest.mark.parametrize("family", ["mamba2", "falcon_h1"])
+def test_a_fused_mixer_trains_as_eager(family):
+    model, eager = pair(family, "fuse-mamba", num_hidden_layers=1)
+    call = {"input_ids": tokens(2, 11), "labels": tokens(2, 11)}
+    got, want = model(**call), eager(**call)
+    assert distance(got.logits, want.logits) < 1e-5
+    got.loss.backward()
+    want.loss.backward()
+    assert worst_gradient(model, eager) < 2e-4
+    assert names() == {"mamba_mixer"}
 
 
 @pytest.mark.parametrize("family", ["mamba2", "mamba"])
@@ -102,7 +112,14 @@ def test_ops_are_sound():
     torch.library.opcheck(ops.selective_scan.default, args, {"delta_softplus": True})
     norm = {"eps": 1e-5, "group_size": 3, "norm_before_gate": False}
     torch.library.opcheck(ops.gated_rms_norm.default, (x, None, torch.randn(6)), norm)
-    step = (torch.randn(2, 3, 2, 4), torch.randn(2, 3, 2), torch.randn(2, 3), -torch.rand(3), bc[..., :1].mT, bc[..., :1].mT)
+    step = (
+        torch.randn(2, 3, 2, 4),
+        torch.randn(2, 3, 2),
+        torch.randn(2, 3),
+        -torch.rand(3),
+        bc[..., :1].mT,
+        bc[..., :1].mT,
+    )
     limits = {"dt_softplus": True, "dt_min": 0.0, "dt_max": float("inf")}
     torch.library.opcheck(ops.state_update_.default, step, limits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -86,12 +87,12 @@ def test_several_rows_of_several_sequences():
     ids = tokens(2, 14)
     borders = ([0, 5, 14], [0, 11, 14])
     seq_idx = torch.stack(
-        [torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(zip(e, e[1:], strict=False))]) for e in borders]
+        [torch.cat([torch.full((b - a,), i) for i, (a, b) in enumerate(pairwise(e))]) for e in borders]
     )
     with torch.no_grad():
         got = model(input_ids=ids, seq_idx=seq_idx.int()).logits
         for row, ends in enumerate(borders):
-            for a, b in zip(ends, ends[1:], strict=False):
+            for a, b in pairwise(ends):
                 assert distance(got[row : row + 1, a:b], eager(ids[row : row + 1, a:b], use_cache=False).logits) < 1e-5
 
 
