@@ -24,8 +24,8 @@ from latentscan.kernels.triton.mamba_common import (
 )
 
 WIDTHS = (2, 3, 4)
-FORWARD = {"BL": 16, "BD": 128, "num_warps": 4}  # tokens and channels of a block
-BACKWARD = {"S": 4, "T": 32, "BD": 64, "num_warps": 2}  # S runs of T tokens, each walked by its own rows of threads
+FORWARD = {"BL": 16, "NB": 8, "BD": 128, "num_warps": 4}  # NB blocks, one after another, of tokens and channels
+BACKWARD = {"S": 4, "T": 64, "BD": 64, "num_warps": 2}  # S runs of T tokens, each walked by its own rows of threads
 UPDATE = {"BD": 128, "num_warps": 2}
 
 
@@ -35,41 +35,60 @@ def _forward_kernel(
     length, channels,
     sxb, sxl, sxd, swd, sww, sib, sid, sit, ssb, ssl,
     W: tl.constexpr, ACTIVE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INIT: tl.constexpr, HAS_SEQ: tl.constexpr,
-    BL: tl.constexpr, BD: tl.constexpr,
+    BL: tl.constexpr, NB: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One block of BL tokens x BD channels; the last block of a row also writes the final state."""
+    """NB blocks of BL tokens x BD channels; the last program of a row also writes the final state."""
     d_blocks = tl.cdiv(channels, BD)
-    l_blocks = tl.cdiv(length, BL)
+    l_blocks = tl.cdiv(length, BL * NB)
     pid = tl.program_id(0)
     d = (pid % d_blocks) * BD + tl.arange(0, BD)
     block = (pid // d_blocks) % l_blocks
     b = (pid // d_blocks // l_blocks).to(tl.int64)
-    t = block * BL + tl.arange(0, BL)
-    in_d, in_l = d < channels, t < length
+    in_d = d < channels
     d64 = d.to(tl.int64)
     x_row = x_ptr + b * sxb + d64[None, :] * sxd
     init_row = init_ptr + b * sib + d64[None, :] * sid
-    acc = tl.zeros([BL, BD], tl.float32)
+    y_row = y_ptr + b * length * channels + d64[None, :]
+    # Taps by their distance from the token; they stay in registers.
+    w0 = tl.load(w_ptr + d64 * swd + (W - 1) * sww, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    w1 = tl.load(w_ptr + d64 * swd + (W - 2) * sww, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    w2 = w1
+    w3 = w1
+    if W > 2:
+        w2 = tl.load(w_ptr + d64 * swd + (W - 3) * sww, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    if W > 3:
+        w3 = tl.load(w_ptr + d64 * swd + (W - 4) * sww, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    bias = tl.zeros([1, BD], tl.float32)
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
-    same = in_l
-    for lag in tl.static_range(0, W):
-        at = t - lag
-        if HAS_SEQ and lag > 0:  # the token at `at` belongs to the sequence of t: no change in between
-            later = tl.load(seq_ptr + b * ssb + (at + 1).to(tl.int64) * ssl, mask=in_l & (at >= 0), other=0)
-            here = tl.load(seq_ptr + b * ssb + at.to(tl.int64) * ssl, mask=in_l & (at >= 0), other=0)
-            same = same & ((later == here) | (at < 0))
-        ok = (same & (at >= 0))[:, None] & in_d[None, :]
-        value = tl.load(x_row + at.to(tl.int64)[:, None] * sxl, mask=ok, other=0.0).to(tl.float32)
-        if HAS_INIT and lag > 0:
-            before = (same & (at < 0))[:, None] & in_d[None, :]
-            value += tl.load(init_row + (at + W - 1)[:, None] * sit, mask=before, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + d64 * swd + (W - 1 - lag) * sww, mask=in_d, other=0.0).to(tl.float32)
-        acc += value * w[None, :]
-    if ACTIVE:
-        acc = acc * sigmoid(acc)
-    y = y_ptr + (b * length + t.to(tl.int64)[:, None]) * channels + d64[None, :]
-    tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=in_l[:, None] & in_d[None, :])
+        bias += tl.load(bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)[None, :]
+    for i in range(NB):
+        t = (block * NB + i) * BL + tl.arange(0, BL)
+        in_l = t < length
+        acc = tl.zeros([BL, BD], tl.float32) + bias
+        same = in_l
+        for lag in tl.static_range(0, W):
+            at = t - lag
+            if HAS_SEQ and lag > 0:  # the token at `at` belongs to the sequence of t: no change in between
+                later = tl.load(seq_ptr + b * ssb + (at + 1).to(tl.int64) * ssl, mask=in_l & (at >= 0), other=0)
+                here = tl.load(seq_ptr + b * ssb + at.to(tl.int64) * ssl, mask=in_l & (at >= 0), other=0)
+                same = same & ((later == here) | (at < 0))
+            ok = (same & (at >= 0))[:, None] & in_d[None, :]
+            value = tl.load(x_row + at.to(tl.int64)[:, None] * sxl, mask=ok, other=0.0).to(tl.float32)
+            if HAS_INIT and lag > 0:
+                before = (same & (at < 0))[:, None] & in_d[None, :]
+                value += tl.load(init_row + (at + W - 1)[:, None] * sit, mask=before, other=0.0).to(tl.float32)
+            if lag == 0:
+                acc += value * w0
+            elif lag == 1:
+                acc += value * w1
+            elif lag == 2:
+                acc += value * w2
+            else:
+                acc += value * w3
+        if ACTIVE:
+            acc = acc * sigmoid(acc)
+        y = y_row + t.to(tl.int64)[:, None] * channels
+        tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=in_l[:, None] & in_d[None, :])
     if block == l_blocks - 1:
         x_last = x_ptr + b * sxb + d64 * sxd
         init_last = init_ptr + b * sib + d64 * sid
@@ -102,9 +121,14 @@ def _changed(seq_row, ssl, t, length, HAS_SEQ: tl.constexpr):
 
 
 @triton.jit
-def _extended(
-    x_row, init_row, t, length, in_d, sxl, sit, W: tl.constexpr, HAS_INIT: tl.constexpr
-):  # fmt: skip
+def _ahead(row, t, length, in_d, stride):
+    """Values at tokens t [S], in their own dtype; zero outside the row."""
+    ok = ((t >= 0) & (t < length))[:, None] & in_d
+    return tl.load(row + t.to(tl.int64)[:, None] * stride, mask=ok, other=0.0)
+
+
+@triton.jit
+def _extended(x_row, init_row, t, length, in_d, sxl, sit, W: tl.constexpr, HAS_INIT: tl.constexpr):
     """Inputs at tokens t [S] of the channels of the row pointers; before the row, those of the initial state."""
     ok = ((t >= 0) & (t < length))[:, None] & in_d
     value = tl.load(x_row + t.to(tl.int64)[:, None] * sxl, mask=ok, other=0.0).to(tl.float32)
@@ -172,14 +196,30 @@ def _backward_kernel(
     s3 = tl.zeros([S, BD], tl.float32)
     sb = tl.zeros([S, BD], tl.float32)
     out_row = dx_ptr + b * sob + d64[None, :] * sod
+    # Loads run two tokens ahead: one token at a time does not fill the way to memory.
+    xa = _ahead(x_row, start, length, in_d, sxl)
+    xb = _ahead(x_row, start + 1, length, in_d, sxl)
+    ga = xa
+    gb = xb
+    if HAS_DY:
+        ga = _ahead(dy_row, start, length, in_d, syl)
+        gb = _ahead(dy_row, start + 1, length, in_d, syl)
     for i in range(T + 3):
         t = start + i
         c0 = _changed(seq_row, ssl, t, length, HAS_SEQ)
-        x0 = _extended(x_row, init_row, t, length, in_d, sxl, sit, W, HAS_INIT)
+        x0 = xa.to(tl.float32)
+        if HAS_INIT:
+            before = ((t < 0) & (t + W - 1 >= 0))[:, None] & in_d
+            x0 += tl.load(init_row + (t + W - 1)[:, None] * sit, mask=before, other=0.0).to(tl.float32)
         g = tl.zeros([S, BD], tl.float32)
         if HAS_DY:
-            ok = ((t >= 0) & (t < length))[:, None] & in_d
-            g = tl.load(dy_row + t.to(tl.int64)[:, None] * syl, mask=ok, other=0.0).to(tl.float32)
+            g = ga.to(tl.float32)
+        xa = xb
+        ga = gb
+        xb = _ahead(x_row, tl.where(i + 2 < T + 3, t + 2, length), length, in_d, sxl)
+        gb = xb
+        if HAS_DY:
+            gb = _ahead(dy_row, tl.where(i + 2 < T + 3, t + 2, length), length, in_d, syl)
         if HAS_SEQ:
             x1 = tl.where(c0[:, None], 0.0, x1)
             x2 = tl.where(c0[:, None], 0.0, x2)
@@ -326,7 +366,7 @@ def causal_conv1d(
     bias = None if bias is None else bias.contiguous()
     size = FORWARD
     if batch and channels:
-        grid = (batch * cdiv(length, size["BL"]) * cdiv(channels, size["BD"]),)
+        grid = (batch * cdiv(length, size["BL"] * size["NB"]) * cdiv(channels, size["BD"]),)
         _forward_kernel[grid](
             x, weight, _or(bias, x), _or(init_state, x), _or(seq_idx, x), y, final, length, channels,
             *x.stride(), *weight.stride(), *_strides(init_state, 3), *_strides(seq_idx, 2),

@@ -36,6 +36,7 @@ SUMS = 64 * 2**-23
 def short_blocks() -> Iterator[None]:
     """Short runs: the interpreter takes a millisecond for what a GPU does at once."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conv, "FORWARD", {"BL": 16, "NB": 2, "BD": 16, "num_warps": 1})
         patch.setattr(conv, "BACKWARD", {"S": 4, "T": 8, "BD": 16, "num_warps": 1})
         patch.setattr(scan_backward, "CHUNK", 16)
         yield
@@ -100,6 +101,7 @@ def check_conv(inputs: tuple[Any, ...], activation: str, *, dy: bool = True, dfi
     assert_near(conv.causal_conv1d_backward(*grads, *inputs, activation=activation), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("length", [1, 2, 3, 37])
 def test_conv_widths_and_lengths(width, length):
@@ -108,8 +110,9 @@ def test_conv_widths_and_lengths(width, length):
     check_conv(conv_inputs(1, length, 5, width, bias=False, init=False), "none")
 
 
+@pytest.mark.slow
 def test_conv_several_blocks_of_tokens_and_channels(monkeypatch):
-    monkeypatch.setattr(conv, "FORWARD", {"BL": 8, "BD": 4, "num_warps": 1})
+    monkeypatch.setattr(conv, "FORWARD", {"BL": 4, "NB": 2, "BD": 4, "num_warps": 1})
     monkeypatch.setattr(conv, "BACKWARD", {"S": 2, "T": 4, "BD": 4, "num_warps": 1})
     for packed in (False, True):
         check_conv(conv_inputs(2, 29, 10, 4, packed=packed), "silu")
@@ -117,16 +120,19 @@ def test_conv_several_blocks_of_tokens_and_channels(monkeypatch):
     check_conv(conv_inputs(2, 8, 10, 4, packed=True), "none", dy=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_conv_in_16_bits(dtype):
     check_conv(conv_inputs(2, 20, 9, 4, dtype=dtype, packed=True), "silu")
 
 
+@pytest.mark.slow
 def test_conv_of_channels_first_memory():
     x, *rest = conv_inputs(2, 20, 9, 4)
     check_conv((x.transpose(1, 2).contiguous().transpose(1, 2), *rest), "silu")
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.data())
 def test_conv_of_any_shape(data):
@@ -146,6 +152,20 @@ def test_conv_of_one_row_of_sequences_is_that_of_each_alone():
     assert not torch.equal(leaky, packed)
 
 
+def test_gradients_are_written_where_they_belong():
+    x, weight, bias, _, _ = conv_inputs(2, 20, 5, 4)
+    dy, wide = random(2, 20, 5, seed=7), torch.full((2, 20, 12), float("nan"))
+    want = conv.causal_conv1d_backward(dy, None, x, weight, bias, activation="silu")
+    got = conv.causal_conv1d_backward(dy, None, x, weight, bias, activation="silu", out=wide[..., 5:10])
+    assert all(map(torch.equal, got, want))
+    options = {"eps": 0.1, "group_size": 5, "norm_before_gate": False}
+    want = norm.gated_rms_norm_backward(dy, x, x.flip(1), weight[:, 0], **options)
+    got = norm.gated_rms_norm_backward(dy, x, x.flip(1), weight[:, 0], **options, out=wide[..., :5])
+    assert all(map(torch.equal, got, want))
+    assert torch.equal(wide[..., :5], want[1])
+    assert wide[..., 10:].isnan().all()
+
+
 def test_conv_gradient_of_a_wrong_filter_is_seen():
     inputs = conv_inputs(2, 20, 5, 4)
     wrong = (inputs[0], inputs[1].flip(1), *inputs[2:])
@@ -156,6 +176,7 @@ def test_conv_gradient_of_a_wrong_filter_is_seen():
         assert_near(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("more", [0, 1, 3])
 def test_conv_update(width, more):
@@ -197,6 +218,12 @@ def test_conv_refuses_what_it_does_not_compute():
             call()
 
 
+def test_conv_narrow_and_wide_packed_and_not():
+    check_conv(conv_inputs(2, 19, 5, 2), "silu")
+    check_conv(conv_inputs(2, 19, 5, 4, packed=True), "silu")
+    check_conv(conv_inputs(1, 1, 5, 3, bias=False, init=False), "none")
+
+
 # --- norm ------------------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +239,7 @@ def check_norm(shape: tuple[int, ...], group: int, first: bool, gated: bool, dty
     assert_near(norm.gated_rms_norm_backward(dy, x, z, weight, **options), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("channels", "group"), [(24, 24), (24, 8), (21, 7), (40, 1)])
@@ -219,15 +247,22 @@ def test_norm_orders_and_groups(first, gated, channels, group):
     check_norm((2, 5, channels), group, first, gated, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_norm_in_16_bits(dtype):
     check_norm((2, 7, 24), 12, False, True, dtype)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 20), st.booleans(), st.booleans())
 def test_norm_of_any_shape(rows, groups, group, first, gated):
     check_norm((2, rows, groups * group), group, first, gated, torch.float32)
+
+
+def test_norm_both_orders():
+    check_norm((2, 5, 24), 8, False, True, torch.float32)
+    check_norm((2, 5, 21), 7, True, True, torch.float16)
 
 
 def test_norm_with_more_rows_than_programs(monkeypatch):
@@ -272,6 +307,7 @@ def update_inputs(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("D", ["head", "channel", "none"])
 @pytest.mark.parametrize(("z", "bias"), [(True, True), (False, False)])
 @pytest.mark.parametrize("shape", [(2, 4, 6, 2, 5), (3, 6, 1, 2, 7), (2, 5, 1, 1, 16), (1, 3, 70, 1, 40)])
@@ -316,6 +352,12 @@ def test_state_update_forgets_nothing_silently():
     assert_near(update.state_update(*inputs, dt_softplus=True), ssm.state_update(*exact(inputs), dt_softplus=True))
 
 
+def test_state_update_of_both_kinds_of_heads():
+    for shape, D in (((2, 4, 6, 2, 5), "channel"), ((3, 6, 1, 2, 7), "head")):
+        inputs = update_inputs(*shape, D=D)
+        assert_near(update.state_update(*inputs, dt_softplus=True), ssm.state_update(*exact(inputs), dt_softplus=True))
+
+
 # --- selective scan --------------------------------------------------------------------------------------------------
 
 
@@ -354,22 +396,26 @@ def check_scan(inputs: tuple[Any, ...], *, softplus: bool = True, dy: bool = Tru
     assert_near(scan_backward.selective_scan_backward(*grads, *inputs, delta_softplus=softplus), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 37])
 def test_scan_lengths(length):
     check_scan(scan_inputs(2, 6, length, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_scan_groups_and_blocks_of_channels(groups):
     check_scan(scan_inputs(2, 74, 5, 3, groups))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given_names", [(), ("D",), ("z",), ("bias",), ("init",)])
 def test_scan_without_optional_inputs(given_names):
     flags = {name: name in given_names for name in ("D", "z", "bias", "init")}
     check_scan(scan_inputs(2, 6, 9, 4, **flags), dfinal="init" in given_names)
 
 
+@pytest.mark.slow
 def test_scan_several_chunks_and_programs(monkeypatch):
     monkeypatch.setattr(scan_backward, "CHUNK", 4)
     monkeypatch.setattr(scan_backward, "_SCRATCH", 4 * 4 * 4 * 32 * 3)
@@ -379,6 +425,7 @@ def test_scan_several_chunks_and_programs(monkeypatch):
     check_scan(scan_inputs(2, 6, 29, 4, z=False), dy=False)
 
 
+@pytest.mark.slow
 def test_scan_chunks_change_nothing_but_rounding(monkeypatch):
     inputs = scan_inputs(2, 6, 40, 4)
     results = []
@@ -389,9 +436,15 @@ def test_scan_chunks_change_nothing_but_rounding(monkeypatch):
         assert_near(other, [t.double() for t in results[0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_scan_in_16_bits(dtype):
     check_scan(scan_inputs(2, 6, 11, 4, dtype=dtype))
+
+
+def test_scan_of_a_ragged_length():
+    check_scan(scan_inputs(2, 6, 19, 5))
+    check_scan(scan_inputs(1, 6, 1, 4, 2, D=False, z=False, bias=False, init=False), dfinal=False)
 
 
 def test_scan_without_softplus():
@@ -399,6 +452,7 @@ def test_scan_without_softplus():
     check_scan((u, delta.abs(), *rest), softplus=False)
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.integers(1, 2), st.integers(1, 9), st.integers(1, 20), st.integers(1, 6), st.booleans())
 def test_scan_of_any_shape(batch, channels, length, states, flag):
@@ -450,7 +504,7 @@ def test_offsets_beyond_32_bits(monkeypatch):
     final = torch.empty(batch, channels, 1, dtype=torch.float16)
     conv._forward_kernel[(batch,)](
         x, w, w, w, w, y, final, length, channels, row, token, 1, 2, 1, 0, 0, 0, 0, 0,
-        W=2, ACTIVE=False, HAS_BIAS=False, HAS_INIT=False, HAS_SEQ=False, BL=4, BD=4, num_warps=1,
+        W=2, ACTIVE=False, HAS_BIAS=False, HAS_INIT=False, HAS_SEQ=False, BL=4, NB=1, BD=4, num_warps=1,
     )  # fmt: skip
     wanted = {base + 2 * (b * row + t * token + d) for b in range(2) for t in range(3) for d in range(3)}
     assert wanted <= set(seen)

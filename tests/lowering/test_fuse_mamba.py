@@ -22,7 +22,7 @@ from latentscan.tests.lowering.counting import count
 from latentscan.tests.models import MAMBA1_FAMILIES, SSD_FAMILIES, build
 from latentscan.tests.runtime.helpers import distance, pair, ragged, tokens, worst_gradient
 
-FAST = ("mamba2", "falcon_h1", "mamba")
+FAST = ("mamba2",)
 FAMILIES = [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in (*SSD_FAMILIES, *MAMBA1_FAMILIES)]
 
 
@@ -55,7 +55,7 @@ def test_training_equals_eager(family):
         assert len(record.sites) == ops["selective_scan"] == mixers(model)
 
 
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("zamba2", marks=pytest.mark.slow), "mamba"])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow) for f in ("zamba2", "mamba")] + ["mamba2"])
 def test_generate_equals_eager(family):
     model, eager = pair(family, "fuse-mamba")
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -65,6 +65,7 @@ def test_generate_equals_eager(family):
     assert "single-step" in refused
 
 
+@pytest.mark.slow
 def test_packed_sequences_stay_apart_in_the_fused_mixer():
     model, eager = pair("mamba2", "fuse-mamba")
     ids, seq_idx = tokens(1, 20), torch.tensor([[0] * 7 + [1] + [2] * 12]).int()
@@ -75,7 +76,7 @@ def test_packed_sequences_stay_apart_in_the_fused_mixer():
     assert session_of(model).graphs[-1].operations[0]["mamba_mixer"] == mixers(model)
 
 
-@pytest.mark.parametrize("family", ["mamba2", "falcon_h1"])
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_a_training_step_launches_moves_and_keeps_less(family):
     counted = {}
     for pipeline in ("", "fuse-mamba"):
@@ -173,7 +174,7 @@ def test_the_op_is_its_parts_one_after_another(norm_first, gated):
         torch.testing.assert_close(final, state)
 
 
-@pytest.mark.parametrize("gated", ["norm", "plain"])
+@pytest.mark.parametrize("gated", [pytest.param("norm", marks=pytest.mark.slow), "plain"])
 def test_the_op_is_sound(gated):
     inputs, options = _mixer_inputs()
     if gated == "plain":
@@ -203,7 +204,7 @@ def test_a_wrong_gate_is_seen_by_the_parity_check():
 # --- final states ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["mamba2", "mamba"])
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("mamba", marks=pytest.mark.slow)])
 def test_final_states_are_shared_in_prefill_only(family):
     prefill, decode = (t.graph for t in traced_phases(build(family), batch=2, seq=9))
     copies = len(prefill.calls("copy_"))

@@ -27,7 +27,7 @@ def collated(**options: Any) -> dict[str, Any]:
 
 
 EVERYTHING = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-ALL_FAMILIES = [f if f in ("mamba2", "bamba") else pytest.param(f, marks=pytest.mark.slow) for f in SSD_FAMILIES]
+ALL_FAMILIES = [f if f == "bamba" else pytest.param(f, marks=pytest.mark.slow) for f in SSD_FAMILIES]
 
 
 def separate(model: torch.nn.Module) -> torch.Tensor:
@@ -82,6 +82,7 @@ def test_attention_alone_is_told_too():
         assert distance(model(**batch).logits, separate(eager)) < 1e-5
 
 
+@pytest.mark.slow
 def test_several_rows_of_several_sequences():
     model, eager = pair("mamba2", "")
     ids = tokens(2, 14)
@@ -96,6 +97,7 @@ def test_several_rows_of_several_sequences():
                 assert distance(got[row : row + 1, a:b], eager(ids[row : row + 1, a:b], use_cache=False).logits) < 1e-5
 
 
+@pytest.mark.slow
 def test_lengths_change_without_another_trace():
     model, _ = pair("mamba2", "")
     with torch.no_grad():
