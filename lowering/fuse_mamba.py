@@ -65,8 +65,8 @@ class FuseMamba(Pass):
     after: ClassVar[tuple[str, ...]] = ("mha-to-mla", "mla-mm-split", "latent-cache", "mla-absorb")
     summary: ClassVar[str] = "a state-space mixer between its projections becomes one op that keeps little for backward"
     math: ClassVar[str] = (
-        "out = norm(scan(conv(xBC), dt), z) of [z | x B C | dt]. Kept for backward: that row and the scan's output; the "
-        "convolution is computed again. matmul(W, t^T) = linear(t, W)^T."
+        "out = norm(scan(conv(xBC), dt), z) of [z | x B C | dt]. Kept for backward: that row and the scan's output; "
+        "the convolution is computed again. matmul(W, t^T) = linear(t, W)^T."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:

@@ -1,4 +1,4 @@
-"""``latentscan bench generate``: a prompt and the tokens after it, timed apart; the bytes that a model keeps between."""
+"""``latentscan bench generate``: a prompt and the tokens after it, timed apart, and the bytes kept in between."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from latentscan.kernels.triton.mamba_common import (
 
 WIDTHS = (2, 3, 4)
 FORWARD = {"BL": 16, "NB": 8, "BD": 128, "num_warps": 4}  # NB blocks, one after another, of tokens and channels
+FORWARD_MORE = {"BL": 8, "NB": 16, "BD": 128, "num_warps": 4}  # with packing or an initial state
 BACKWARD = {"S": 4, "T": 64, "BD": 64, "num_warps": 2}  # S runs of T tokens, each walked by its own rows of threads
 UPDATE = {"BD": 128, "num_warps": 2}
 
@@ -75,8 +76,9 @@ def _forward_kernel(
             ok = (same & (at >= 0))[:, None] & in_d[None, :]
             value = tl.load(x_row + at.to(tl.int64)[:, None] * sxl, mask=ok, other=0.0).to(tl.float32)
             if HAS_INIT and lag > 0:
-                before = (same & (at < 0))[:, None] & in_d[None, :]
-                value += tl.load(init_row + (at + W - 1)[:, None] * sit, mask=before, other=0.0).to(tl.float32)
+                if block * NB + i == 0:
+                    before = (same & (at < 0))[:, None] & in_d[None, :]
+                    value += tl.load(init_row + (at + W - 1)[:, None] * sit, mask=before, other=0.0).to(tl.float32)
             if lag == 0:
                 acc += value * w0
             elif lag == 1:
@@ -364,7 +366,7 @@ def causal_conv1d(
     y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
     final = torch.empty((batch, channels, width - 1), dtype=x.dtype, device=x.device)
     bias = None if bias is None else bias.contiguous()
-    size = FORWARD
+    size = FORWARD if init_state is None and seq_idx is None else FORWARD_MORE
     if batch and channels:
         grid = (batch * cdiv(length, size["BL"] * size["NB"]) * cdiv(channels, size["BD"]),)
         _forward_kernel[grid](

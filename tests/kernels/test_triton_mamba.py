@@ -37,7 +37,7 @@ def interpreted(path: Path, marks: str, tmp_path: Path) -> int:
 
 
 def test_kernels_equal_the_fp64_references(tmp_path):
-    assert interpreted(HERE / "interpreted_mamba.py", "not slow", tmp_path) >= 25
+    assert interpreted(HERE / "interpreted_mamba.py", "not slow", tmp_path) >= 20
 
 
 @pytest.mark.slow
