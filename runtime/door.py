@@ -10,6 +10,7 @@ import torch
 from latentscan.ir.errors import CacheError, RefusedError
 from latentscan.runtime.cache import ARGUMENT_NAMES, GraphCache, cache_argument
 from latentscan.runtime.own import LoadHook, SaveHook
+from latentscan.runtime.packing import packed_call
 from latentscan.runtime.session import Session
 
 SESSION = "_latentscan_session"
@@ -49,8 +50,28 @@ class Forward(_Method):
             )
         if any(kwargs.get(name, getattr(model.config, name, False)) for name in _CAPTURED):
             _install_capturing_hooks(model)
+        given = self._given(args, kwargs)
+        packed = None
+        if given is not None:
+            has_cache = any(given.get(name) is not None for name in ARGUMENT_NAMES)
+            packed = packed_call(model, given, set(self.__signature__.parameters), has_cache)
+        if packed is not None:
+            assert given is not None
+            given = {name: value for name, value in (given | packed.changed).items() if value is not None}
+            return self.session.call_packed(packed.segments, **given)
         self._check_or_give_cache(model, args, kwargs)
         return self.session.call(*args, **kwargs)
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """The call's arguments by name; None if the model's forward does not take them so."""
+        try:
+            bound = self.__signature__.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            return None
+        rest = [p.name for p in self.__signature__.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        return {k: v for k, v in bound.items() if k not in rest} | {
+            k: v for n in rest for k, v in bound.get(n, {}).items()
+        }
 
     def _check_or_give_cache(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:

@@ -12,6 +12,7 @@ from latentscan.ir.graph import Graph
 from latentscan.lowering.cache import ArenaBinder, lower_cache_appends
 from latentscan.lowering.checkpoint import outline_checkpoints
 from latentscan.lowering.select import lower, resolve_target
+from latentscan.lowering.states import share_final_states
 from latentscan.passes.pipeline import Program
 from latentscan.runtime.binding import OwnedWeights, RecipeWeights
 from latentscan.runtime.options import Options
@@ -60,6 +61,7 @@ class Executable:
         device = next((w.value.device.type for w in graph.weights.values()), "cpu")
         target = resolve_target(self._options.target, device)
         inductor = self._options.use_inductor(device)
+        share_final_states(graph)
         lower(graph, target)
         outline_checkpoints(graph, higher_order=inductor)
         records = lower_cache_appends(graph.module)

@@ -13,6 +13,7 @@ from torch import fx
 from latentscan.ir.capture import forget_compiled, from_dynamo, trace_settings, with_own_code
 from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError
 from latentscan.ir.frontends.base import MARK
+from latentscan.ir.frontends.packing import packed_forward
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Mesh
 from latentscan.passes.base import Context, Pass
@@ -72,8 +73,8 @@ class Session:
         self.passes, self.plan, self.options = tuple(passes), plan, options
         self.graphs: list[TracedGraph] = []
         self.weights = OwnedWeights(model)
-        self._compiled: Callable[..., Any] | None = None
-        self._forget: weakref.finalize[..., Any] | None = None  # drops what Dynamo compiled
+        self._compiled: dict[bool, Callable[..., Any]] = {}  # the forward, and the one of packed sequences
+        self._forget: list[weakref.finalize[..., Any]] = []  # drop what Dynamo compiled
 
     @property
     def model(self) -> torch.nn.Module:
@@ -110,8 +111,8 @@ class Session:
         self.graphs.append(traced)
         return traced.executable
 
-    def compiled(self) -> Callable[..., Any]:
-        if self._compiled is None:
+    def compiled(self, *, packed: bool = False) -> Callable[..., Any]:
+        if packed not in self._compiled:
             model, session = self.model, weakref.ref(self)
 
             # Dynamo keeps the backend in places that the garbage collector does not look into: through a strong
@@ -122,14 +123,23 @@ class Session:
                 return mine.backend(module, example_inputs)
 
             setattr(backend, MARK, True)
-            forward: Any = with_own_code(type(model).forward.__get__(model))
-            self._forget = weakref.finalize(self, forget_compiled, forward.__func__)  # which does not hold the model
-            self._forget.atexit = False
-            self._compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
-        return self._compiled
+            function = packed_forward if packed else type(model).forward
+            forward: Any = with_own_code(function.__get__(model))
+            forget = weakref.finalize(self, forget_compiled, forward.__func__)  # which does not hold the model
+            forget.atexit = False
+            self._forget.append(forget)
+            self._compiled[packed] = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
+        return self._compiled[packed]
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, compiled. Errors of ours come out as they are."""
+        return self._call(False, args, kwargs)
+
+    def call_packed(self, segments: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The same with several sequences in a row: ``segments`` [b, L] changes where a new one starts."""
+        return self._call(True, (segments, *args), kwargs)
+
+    def _call(self, packed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.plan.released:
             first = get(self.model, self.plan.released[0])
             if any(first.stride()):
@@ -139,7 +149,7 @@ class Session:
         limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 4 * RECOMPILE_LIMIT}
         try:
             with trace_settings(**limits):
-                return self.compiled()(*args, **kwargs)
+                return self.compiled(packed=packed)(*args, **kwargs)
         except LatentscanError:
             raise
         except _DYNAMO_ERRORS as error:
@@ -155,7 +165,8 @@ class Session:
 
     def reset(self) -> None:
         """Forget every compiled graph (after the model's structure changed)."""
-        if self._forget is not None:
-            self._forget()
-        self._compiled = self._forget = None
+        for forget in self._forget:
+            forget()
+        self._compiled.clear()
+        self._forget.clear()
         self.graphs.clear()

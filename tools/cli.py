@@ -200,6 +200,15 @@ def diff_verb(
     typer.echo(diff(str(folder), name))
 
 
+def _add_bench() -> None:
+    from latentscan.tools.bench import app as bench
+
+    app.add_typer(bench, name="bench")
+
+
+_add_bench()
+
+
 def stdout() -> Any:
     """A console on stdout; where that is no terminal, as wide as its texts need."""
     from rich.console import Console

@@ -18,6 +18,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from latentscan.ir.frontends.base import substitute, traced_by_latentscan
+from latentscan.ir.frontends.packing import CURRENT, jumping_positions
 from latentscan.ir.ops import attention as _attention  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import mask as _mask  # noqa: F401
 from latentscan.ir.ops import rope as _rope  # noqa: F401
@@ -142,7 +143,9 @@ def _mask_function(original: Callable[..., Any], *, sliding: bool) -> Callable[.
             config.sliding_window if sliding else None,
             additive=config._attn_implementation == "eager",
         )
-        if cache is None and attention_mask is None and position_ids is not None:
+        if CURRENT.segments is not None:
+            mask = torch.ops.latentscan.packing_mask.default(mask, jumping_positions(CURRENT.segments))
+        elif cache is None and attention_mask is None and position_ids is not None:
             # Several sequences in one row are told by positions that jump; see packing_mask.
             mask = torch.ops.latentscan.packing_mask.default(mask, position_ids)
         return mask

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from latentscan.ir.frontends.base import substitute, traced_by_latentscan
+from latentscan.ir.frontends.base import _SUBSTITUTED, substitute, traced_by_latentscan
+from latentscan.ir.frontends.packing import CURRENT
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the ops)
 
 # The model files whose mixers are tested; `register(import_all=True)` imports them.
@@ -88,6 +89,11 @@ def _plain_function(value: Any) -> types.FunctionType | None:
     return value if isinstance(value, types.FunctionType) else None
 
 
+def is_substituted(module: types.ModuleType, name: str) -> bool:
+    """Whether a function of a model file becomes ours in our traces."""
+    return id(_plain_function(getattr(module, name, None))) in _SUBSTITUTED
+
+
 def _in_our_traces(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if not traced_by_latentscan():
@@ -125,6 +131,8 @@ def _make_conv(may_be_packed: bool) -> Callable[..., Any]:
     ) -> Tensor:
         """hidden_states [b, D, L], weight [D, W]."""
         length = hidden_states.shape[-1]
+        if CURRENT.segments is not None:
+            seq_idx, cu_seqlens = CURRENT.segments, None
         if seq_idx is not None or cu_seqlens is not None:
             if not may_be_packed:
                 raise ValueError(_PACKED)
@@ -186,6 +194,8 @@ def _make_chunk_scan(_may_be_packed: bool) -> Callable[..., Any]:
         **_: Any,
     ) -> Any:
         """hidden_states [b, L, H, P], dt [b, L, H], A [H], B and C [b, L, G, N]."""
+        if CURRENT.segments is not None:
+            seq_idx, cu_seqlens = CURRENT.segments, None
         y, final_state = torch.ops.latentscan.chunk_scan.default(
             hidden_states, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx, cu_seqlens,
             chunk_size=chunk_size, dt_softplus=dt_softplus, dt_min=dt_limit[0], dt_max=dt_limit[1],
@@ -250,7 +260,7 @@ def _make_selective_scan(_may_be_packed: bool) -> Callable[..., Any]:
         **_: Any,
     ) -> Any:
         """hidden_states and dt [b, D, L], A [D, N], B and C [b, N, L]."""
-        if seq_idx is not None or cu_seqlens is not None:
+        if CURRENT.segments is not None or seq_idx is not None or cu_seqlens is not None:
             raise ValueError(_PACKED)
         y, final_state = torch.ops.latentscan.selective_scan.default(
             hidden_states, dt, A, B, C, D, z, delta_bias, None, delta_softplus=delta_softplus

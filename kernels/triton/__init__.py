@@ -1,0 +1,1 @@
+"""Kernels in plain Triton; they need triton only when they are imported."""

@@ -1,0 +1,193 @@
+"""Gated RMS norm of a Mamba mixer as Triton kernels, forward and backward.
+
+Shapes and meaning are those of :mod:`latentscan.kernels.reference.ssm_norm`; math in fp32. x and z may be slices of a
+wider row. The backward recomputes the statistic from x (and z), and its sums over rows are made in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latentscan.kernels.triton.mamba_common import (
+    absent,
+    cdiv,
+    check_shape,
+    check_tensors,
+    power_of_two,
+    sigmoid,
+)
+
+MAX_GROUP = 16384
+_PROGRAMS = 512  # of the backward, each with its own sum for the weight
+
+
+def block_sizes(group_size: int, *, backward: bool) -> dict[str, int]:
+    """Rows and channels of a block, and its warps, for a group of channels."""
+    channels = power_of_two(group_size)
+    rows = max(1, (1024 if backward else 2048) // channels)
+    elements = rows * channels
+    # Measured on an H200: wide groups want more work a thread, for there is one block a processor.
+    per_thread = (16 if channels > 4096 else 8) if backward else (32 if channels > 4096 else 16)
+    return {"BR": rows, "BD": channels, "num_warps": min(32, max(2, elements // (32 * per_thread)))}
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr, z_ptr, w_ptr, y_ptr, rows, groups, group_size, sxr, sxd, szr, szd, eps,
+    HAS_Z: tl.constexpr, NORM_FIRST: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    g = pid % groups
+    r = ((pid // groups).to(tl.int64) * BR + tl.arange(0, BR))[:, None]
+    j = tl.arange(0, BD)[None, :]
+    c = g * group_size + j
+    ok = (r < rows) & (j < group_size)
+    c64 = c.to(tl.int64)
+    value = tl.load(x_ptr + r * sxr + c64 * sxd, mask=ok, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + c, mask=j < group_size, other=0.0).to(tl.float32)
+    gate = tl.zeros([BR, BD], tl.float32)
+    if HAS_Z:
+        z = tl.load(z_ptr + r * szr + c64 * szd, mask=ok, other=0.0).to(tl.float32)
+        gate = z * sigmoid(z)
+        if not NORM_FIRST:
+            value = value * gate
+    inverse = tl.rsqrt(tl.sum(value * value, 1) / group_size + eps)[:, None]
+    out = value * inverse * w
+    if HAS_Z:
+        if NORM_FIRST:
+            out = out * gate
+    tl.store(y_ptr + r * (groups * group_size) + c64, out.to(y_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, z_ptr, w_ptr, dx_ptr, dz_ptr, part_ptr, rows, groups, group_size, programs,
+    syr, syd, sxr, sxd, szr, szd, sor, sod, eps,
+    HAS_Z: tl.constexpr, NORM_FIRST: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Every ``programs``-th block of rows of one group; part [programs, channels] takes the sums for the weight."""
+    pid = tl.program_id(0)
+    g = pid % groups
+    k = pid // groups
+    j = tl.arange(0, BD)[None, :]
+    c = g * group_size + j
+    c64 = c.to(tl.int64)
+    width = groups * group_size
+    total = tl.zeros([BR, BD], tl.float32)
+    for block in range(k, tl.cdiv(rows, BR), programs):
+        r = (tl.cast(block, tl.int64) * BR + tl.arange(0, BR))[:, None]
+        ok = (r < rows) & (j < group_size)
+        x = tl.load(x_ptr + r * sxr + c64 * sxd, mask=ok, other=0.0).to(tl.float32)
+        dout = tl.load(dy_ptr + r * syr + c64 * syd, mask=ok, other=0.0).to(tl.float32)
+        value = x
+        if HAS_Z:
+            z = tl.load(z_ptr + r * szr + c64 * szd, mask=ok, other=0.0).to(tl.float32)
+            s = sigmoid(z)
+            if not NORM_FIRST:
+                value = x * (z * s)
+        inverse = tl.rsqrt(tl.sum(value * value, 1) / group_size + eps)[:, None]
+        unit = value * inverse
+        w = tl.load(w_ptr + c, mask=j < group_size, other=0.0).to(tl.float32)  # again each time: registers are scarce
+        if HAS_Z:
+            if NORM_FIRST:
+                dz = dout * unit * w * (s * (1.0 + z * (1.0 - s)))
+                tl.store(dz_ptr + r * sor + c64 * sod, dz.to(dz_ptr.dtype.element_ty), mask=ok)
+                dout = dout * (z * s)
+        total += dout * unit
+        dunit = dout * w
+        shared = tl.sum(dunit * unit, 1)[:, None] / group_size
+        dvalue = (dunit - unit * shared) * inverse
+        if HAS_Z:
+            if not NORM_FIRST:
+                dz = dvalue * x * (s * (1.0 + z * (1.0 - s)))
+                tl.store(dz_ptr + r * sor + c64 * sod, dz.to(dz_ptr.dtype.element_ty), mask=ok)
+                dvalue = dvalue * (z * s)
+        tl.store(dx_ptr + r * width + c64, dvalue.to(dx_ptr.dtype.element_ty), mask=ok)
+    sums = tl.sum(total, 0)
+    only = tl.arange(0, BD)
+    part = part_ptr + tl.cast(k, tl.int64) * width + g * group_size + only
+    tl.store(part, sums, mask=only < group_size)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """[..., D] as [rows, D], a view wherever one exists."""
+    return t.reshape(-1, t.shape[-1])
+
+
+def _check(x: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> int:
+    """Number of groups. Raises ValueError: shapes, dtypes or sizes that do not fit."""
+    check_tensors(x, z, weight)
+    channels = x.shape[-1]
+    if group_size < 1 or channels % group_size:
+        raise ValueError(f"group_size {group_size} does not divide {channels} channels")
+    if group_size > MAX_GROUP:
+        raise ValueError(f"group_size {group_size} is above {MAX_GROUP}, which one block of these kernels holds")
+    check_shape("z", z, x.shape)
+    check_shape("weight", weight, (channels,))
+    return channels // group_size
+
+
+def gated_rms_norm(
+    x: Tensor, z: Tensor | None, weight: Tensor, *, eps: float, group_size: int, norm_before_gate: bool
+) -> Tensor:
+    """``weight · rms(x) · silu(z)`` with ``norm_before_gate``, else ``weight · rms(x · silu(z))``; one launch.
+
+    Args:
+        x: [..., D]. z: as x, or None for no gate. weight: [D]. eps: added to the mean square.
+        group_size: channels that share one mean square; divides D, at most 16384.
+
+    Returns:
+        [..., D], contiguous, in x's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or sizes that do not fit.
+    """
+    groups = _check(x, z, weight, group_size)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    xs = _rows(x)
+    zs = xs if z is None else _rows(z)
+    rows = xs.shape[0]
+    size = block_sizes(group_size, backward=False)
+    if rows:
+        _forward_kernel[(cdiv(rows, size["BR"]) * groups,)](
+            xs, zs, weight.contiguous(), y, rows, groups, group_size, *xs.stride(), *zs.stride(), eps,
+            HAS_Z=z is not None, NORM_FIRST=norm_before_gate, **size,
+        )  # fmt: skip
+    return y
+
+
+def gated_rms_norm_backward(
+    dy: Tensor | None, x: Tensor, z: Tensor | None, weight: Tensor,
+    *, eps: float, group_size: int, norm_before_gate: bool, out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients (dx, dz, dweight) of :func:`gated_rms_norm`; dz is empty without a gate.
+
+    One launch, and a sum over [at most 512, D]. ``out``: where to write dz, [..., D] as a view that flattens to rows; a
+    new contiguous tensor if None.
+    """
+    groups = _check(x, z, weight, group_size)
+    check_shape("dy", dy, x.shape)
+    if dy is None:
+        dz = absent(x) if z is None else torch.zeros_like(z) if out is None else out.zero_()
+        return torch.zeros_like(x), dz, torch.zeros_like(weight)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    check_shape("out", out, x.shape)
+    dz = absent(x) if z is None else torch.empty(z.shape, dtype=z.dtype, device=x.device) if out is None else out
+    dzs = xs = _rows(x)
+    if z is not None:
+        dzs = dz.view(-1, dz.shape[-1])  # no copy: it is written
+    xs, dys = _rows(x), _rows(dy)
+    zs = xs if z is None else _rows(z)
+    rows = xs.shape[0]
+    size = block_sizes(group_size, backward=True)
+    programs = max(1, min(_PROGRAMS, cdiv(rows, size["BR"])))
+    part = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
+    _backward_kernel[(programs * groups,)](
+        dys, xs, zs, weight.contiguous(), dx, dzs, part, rows, groups, group_size, programs,
+        *dys.stride(), *xs.stride(), *zs.stride(), *dzs.stride(), eps,
+        HAS_Z=z is not None, NORM_FIRST=norm_before_gate, **size,
+    )  # fmt: skip
+    return dx, dz, part.sum(0).to(weight.dtype)

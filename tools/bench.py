@@ -1,0 +1,41 @@
+"""``latentscan bench``: measurements, a verb each."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(name="bench", help="Measurements on this machine.", no_args_is_help=True)
+
+
+@app.command("generate")
+def generate_verb(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="As for the other verbs; a config.json is filled with random weights.",
+        ),
+    ],
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to generate after it.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    pipeline: Annotated[str, typer.Option("--pipeline", "-p", help="Passes, as for the other verbs.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: the weights' own.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Tokens a second of prefill and decode, and the bytes of a model's states."""
+    from latentscan.tools.bench_generate import generate, lines
+    from latentscan.tools.cli import print_json, progress, stdout
+
+    with progress("measuring") as step:
+        told = generate(
+            model, prompt=prompt, new=new, batch=batch, pipeline=pipeline, dtype=dtype, device=device, step=step
+        )
+    if as_json:
+        print_json(told)
+        return
+    for line in lines(told):
+        stdout().print(line, highlight=False, markup=False)
