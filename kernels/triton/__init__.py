@@ -1,0 +1,1 @@
+"""Kernels in Triton and Gluon. Same signatures as kernels/reference; no graph code."""

@@ -1,0 +1,91 @@
+"""Tile sizes of the chunk scan, chosen by shape class: one static table, nothing is tuned at a user's call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Choices of the portable forward. ``chunk`` tokens; a segment is a run of chunks that one program walks."""
+
+    chunk: int = 64
+    segments: int = 8
+    state_p: int = 64
+    state_n: int = 128
+    state_warps: int = 4
+    state_stages: int = 3
+    out_p: int = 64
+    out_warps: int = 4
+    out_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Choices of the portable backward. ``workspace`` bounds the bytes of states that are alive at once."""
+
+    chunk: int = 64
+    block_p: int = 64
+    heads: int = 10
+    warps: int = 8
+    stages: int = 1
+    walk_p: int = 64
+    walk_n: int = 64
+    walk_warps: int = 4
+    walk_stages: int = 3
+    workspace: int = 128 << 20
+    state_p: int = 64
+    state_n: int = 128
+    state_warps: int = 4
+    state_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice depends on: compute capability, processors, shared memory of a program in bytes."""
+
+    capability: tuple[int, int]
+    processors: int
+    shared: int
+
+    @staticmethod
+    def of(device: torch.device) -> Device:
+        if device.type != "cuda":
+            return H200  # the interpreter and the ahead-of-time compiler
+        p = torch.cuda.get_device_properties(device)
+        return Device((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
+
+
+H200 = Device((9, 0), 132, 227 << 10)
+A100 = Device((8, 0), 108, 163 << 10)
+
+
+def forward_config(P: int, N: int, dtype: torch.dtype, heads: int, chunks_of_64: int, device: Device) -> Forward:
+    """For heads = batch x H programs side by side. ``P`` and ``N`` are padded to powers of two."""
+    wide = N * dtype.itemsize > 256  # more than 128 halves: smaller tiles
+    k = Forward(chunk=64, out_p=min(P, 64), state_p=min(P, 64), state_n=min(N, 128))
+    if wide:
+        k = replace(k, chunk=32 if N * dtype.itemsize > 512 else 64, out_p=min(P, 32), state_n=64, out_stages=1)
+        k = replace(k, state_stages=2)
+    if device.capability < (9, 0):
+        k = replace(k, out_stages=min(k.out_stages, 2), state_stages=2)
+    programs = heads * max(1, P // k.out_p)
+    segments = max(1, round(4 * device.processors / programs))
+    chunks = chunks_of_64 * 64 // k.chunk
+    return replace(k, segments=min(segments, max(1, chunks // 4)))
+
+
+def backward_config(P: int, N: int, dtype: torch.dtype, group_heads: int, device: Device) -> Backward:
+    """``group_heads``: heads that share a group of B and C."""
+    width = N * dtype.itemsize
+    k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 64), state_p=min(P, 64), state_n=min(N, 128))
+    if width > 256:
+        k = replace(k, chunk=32, block_p=min(P, 32), state_n=64, state_stages=2)
+    if width > 512:
+        k = replace(k, chunk=16, block_p=16)
+    if device.capability < (9, 0):
+        k = replace(k, walk_stages=2, state_stages=2)
+    splits = max(1, -(-group_heads // k.heads))
+    return replace(k, heads=-(-group_heads // splits))

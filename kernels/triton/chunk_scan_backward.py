@@ -1,0 +1,354 @@
+"""The chunk scan, backward, in portable Triton; deterministic: every sum has one order, nothing is added atomically.
+
+The states before the chunks and their adjoints are made again, for one segment of the sequence at a time from the last
+to the first, so that memory is bounded; in 16 bits for 16-bit inputs, the running ones in fp32.
+
+    prep, states, carry   as forward: the state before every segment
+    for each segment:
+      walk        h before and the adjoint g after every chunk            (one program a head, slice and direction)
+      chunk       dx, dz; dB and dC summed over a run of heads; the gradients of decay and step of every token
+      groups      dB and dC summed over the runs of heads
+    steps         ddt, and what dA and ddt_bias are the sums of
+"""
+
+from __future__ import annotations
+
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from latentscan.kernels.triton.chunk_common import (
+    HEADS_A_PROGRAM,
+    Sizes,
+    Steps,
+    launch,
+    load_tile,
+    pad,
+    precision,
+    prepare,
+    time_step,
+)
+from latentscan.kernels.triton.chunk_configs import Backward, Forward
+from latentscan.kernels.triton.chunk_scan_forward import segment_states
+
+
+@triton.jit
+def gated(dy, z, DTYPE: tl.constexpr):
+    """(gradient before the gate, in DTYPE; silu(z); d silu(z))."""
+    zt = z.to(tl.float32)
+    gate = tl.sigmoid(zt)
+    silu = zt * gate
+    return (dy.to(tl.float32) * silu).to(DTYPE), silu, gate * (1.0 + zt * (1.0 - gate))
+
+
+@triton.jit
+def walk_kernel(
+    x, B, C, dy, z, vec, starts, adjoint, hs, gs, L, H, G, NC, P, N, S, batch, segment, first, count,
+    x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, dy_sb, dy_sl, dy_sh, z_sb, z_sl, z_sh,
+    Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN_P: tl.constexpr, EVEN_N: tl.constexpr,
+    HAS_Z: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """hs, gs [count, b, H, P, N]: the state before and its adjoint after each chunk of the segment.
+
+    ``adjoint`` fp32 [b, H, P, N] holds the adjoint after the segment and is moved to its start.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    way, rest = pid % 2, pid // 2
+    ns, ps = tl.cdiv(N, BN), tl.cdiv(P, BP)
+    i_n, rest = rest % ns, rest // ns
+    i_p, rest = rest % ps, rest // ps
+    h, b = rest % H, rest // H
+    g = h // (H // G)
+    q = tl.arange(0, Q)
+    p = (i_p * BP + tl.arange(0, BP)).to(tl.int32)
+    n = (i_n * BN + tl.arange(0, BN)).to(tl.int32)
+    pn = p[:, None] * N + n[None, :]
+    pn_mask = (p < P)[:, None] & (n < N)[None, :]
+    vp = vec + (b * H + h) * NC * (2 * Q)
+    place = (b * H + h) * (P * N)
+    plane = (pid * 0 + batch) * H * (P * N)  # in int64; k is not, and an argument that is 1 is no tensor
+    if way == 0:
+        xp = x + b * x_sb + h * x_sh
+        Bp = B + b * b_sb + g * b_sg
+        state = tl.load(starts + ((b * S + segment) * H + h) * (P * N) + pn, mask=pn_mask, other=0.0)
+        for k in tl.range(0, count, num_stages=STAGES):
+            c = first + k
+            rows = pid * 0 + c * Q + q
+            mask = rows < L
+            xt = load_tile(xp, rows, x_sl, mask, p, p < P, EVEN_P)
+            Bt = load_tile(Bp, rows, b_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
+            v = vp + c * (2 * Q)
+            end = tl.load(v + Q - 1)
+            weight = tl.exp2(end - tl.load(v + q)) * tl.load(v + Q + q)
+            tl.store(hs + k * plane + place + pn, state.to(hs.dtype.element_ty), mask=pn_mask)
+            added = (tl.trans(xt) * weight[None, :]).to(xt.dtype)
+            state = tl.dot(added, Bt, state * tl.exp2(end), input_precision=PREC)
+    else:
+        dp = dy + b * dy_sb + h * dy_sh
+        zp = z + b * z_sb + h * z_sh
+        Cp = C + b * c_sb + g * c_sg
+        state = tl.load(adjoint + place + pn, mask=pn_mask, other=0.0)
+        for i in tl.range(0, count, num_stages=STAGES):
+            k = count - 1 - i
+            c = first + k
+            rows = pid * 0 + c * Q + q
+            mask = rows < L
+            dt = load_tile(dp, rows, dy_sl, mask, p, p < P, EVEN_P)
+            if HAS_Z:
+                dt, silu, slope = gated(dt, load_tile(zp, rows, z_sl, mask, p, p < P, EVEN_P), hs.dtype.element_ty)
+            dt = dt.to(hs.dtype.element_ty)
+            Ct = load_tile(Cp, rows, c_sl, mask, n, n < N, EVEN_N).to(dt.dtype)
+            v = vp + c * (2 * Q)
+            end = tl.load(v + Q - 1)
+            weight = tl.exp2(tl.load(v + q))
+            tl.store(gs + k * plane + place + pn, state.to(gs.dtype.element_ty), mask=pn_mask)
+            added = (tl.trans(dt) * weight[None, :]).to(dt.dtype)
+            state = tl.dot(added, Ct, state * tl.exp2(end), input_precision=PREC)
+        tl.store(adjoint + place + pn, state, mask=pn_mask)
+
+
+@triton.jit
+def chunk_kernel(
+    x, B, C, dy, z, D, vec, hs, gs, dx, dz, dB, dC, flow, dD, L, H, G, NC, P, N, batch, first, count, RUN, RUNS,
+    x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, dy_sb, dy_sl, dy_sh, z_sb, z_sl, z_sh,
+    Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, EVEN_P: tl.constexpr,
+    EVEN_N: tl.constexpr, HAS_D: tl.constexpr, D_CHANNELS: tl.constexpr, HAS_Z: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One chunk, one run of heads of a group.
+
+    dB, dC fp32 [RUNS, b, count Q, G, N]: summed over the run. flow [b, H, NC, 2, Q]: gradient of the token's term
+    ``A dt'`` and, of the step, the part that does not go through the decay. dD [b, NC, H] or [b, NC, H, P].
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    run, rest = pid % RUNS, pid // RUNS
+    g, rest = rest % G, rest // G
+    k, b = rest % count, rest // count
+    c = first + k
+    q = tl.arange(0, Q)
+    n = tl.arange(0, BN)
+    rows = c * Q + q
+    mask = rows < L
+    dtype = hs.dtype.element_ty
+    Bt = load_tile(B + b * b_sb + g * b_sg, rows, b_sl, mask, n, n < N, EVEN_N).to(dtype)
+    Ct = load_tile(C + b * c_sb + g * c_sg, rows, c_sl, mask, n, n < N, EVEN_N).to(dtype)
+    causal = q[:, None] >= q[None, :]
+    score = tl.where(causal, tl.dot(Ct, tl.trans(Bt), input_precision=PREC), 0.0)
+    share = H // G
+    h0 = g * share + run * RUN
+    accB = tl.zeros([Q, BN], tl.float32)
+    accC = tl.zeros([Q, BN], tl.float32)
+    pairs = tl.zeros([Q, Q], tl.float32)
+    for h in tl.range(h0, tl.minimum(h0 + RUN, (g + 1) * share), num_stages=STAGES):
+        v = vec + ((b * H + h) * NC + c) * (2 * Q)
+        cum = tl.load(v + q)
+        step = tl.load(v + Q + q)
+        end = tl.load(v + Q - 1)
+        from_start = tl.exp2(cum)
+        to_end = tl.exp2(end - cum)
+        decay = tl.exp2(tl.where(causal, cum[:, None] - cum[None, :], float("-inf")))
+        mixed = decay * score
+        inner = tl.zeros([Q, Q], tl.float32)
+        seen = tl.zeros([Q], tl.float32)  # of the output that comes from the state before the chunk
+        pulled = tl.zeros([Q], tl.float32)  # of what is added to the state after the chunk, per unit of step
+        across = 0.0
+        d_sum = 0.0
+        for i in tl.static_range(SLICES):
+            p = i * BP + tl.arange(0, BP)
+            pn = ((k * batch + b) * H + h) * (P * N) + p[:, None] * N + n[None, :]
+            pn_mask = (p < P)[:, None] & (n < N)[None, :]
+            xt = load_tile(x + b * x_sb + h * x_sh, rows, x_sl, mask, p, p < P, EVEN_P)
+            raw = load_tile(dy + b * dy_sb + h * dy_sh, rows, dy_sl, mask, p, p < P, EVEN_P)
+            dt = raw.to(dtype)
+            if HAS_Z:
+                zt = load_tile(z + b * z_sb + h * z_sh, rows, z_sl, mask, p, p < P, EVEN_P)
+                dt, silu, slope = gated(raw, zt, dtype)
+            if EVEN_P and EVEN_N:
+                ht = tl.load(hs + pn)
+                gt = tl.load(gs + pn)
+            else:
+                ht = tl.load(hs + pn, mask=pn_mask, other=0.0)
+                gt = tl.load(gs + pn, mask=pn_mask, other=0.0)
+            across += tl.sum(tl.sum(ht.to(tl.float32) * gt.to(tl.float32), 1), 0)
+            inner = tl.dot(dt, tl.trans(xt), inner, input_precision=PREC)
+            du = tl.dot(Bt, tl.trans(gt), input_precision=PREC) * to_end[:, None]
+            x32 = xt.to(tl.float32)
+            d32 = dt.to(tl.float32)
+            pulled += tl.sum(du * x32, 1)
+            du = tl.dot(tl.trans(mixed.to(dtype)), dt, du, input_precision=PREC)
+            grad = du * step[:, None]
+            before = tl.dot(Ct, tl.trans(ht), input_precision=PREC)
+            seen += tl.sum(before * d32, 1)
+            to = ((b * L + rows) * H + h)[:, None] * P + p[None, :]
+            to_mask = mask[:, None] & (p < P)[None, :]
+            if HAS_D:
+                if D_CHANNELS:
+                    d = tl.load(D + h * P + p, mask=p < P, other=0.0).to(tl.float32)
+                    tl.store(dD + ((b * NC + c) * H + h) * P + p, tl.sum(d32 * x32, 0), mask=p < P)
+                else:
+                    d = tl.zeros([BP], tl.float32) + tl.load(D + h).to(tl.float32)
+                    d_sum += tl.sum(tl.sum(d32 * x32, 1), 0)
+                grad += d32 * d[None, :]
+            tl.store(dx + to, grad.to(dx.dtype.element_ty), mask=to_mask)
+            if HAS_Z:
+                out = tl.dot((mixed * step[None, :]).to(dtype), xt, before * from_start[:, None], input_precision=PREC)
+                if HAS_D:
+                    out += x32 * d[None, :]
+                tl.store(dz + to, (raw.to(tl.float32) * out * slope).to(dz.dtype.element_ty), mask=to_mask)
+            accC = tl.dot((d32 * from_start[:, None]).to(dtype), ht, accC, input_precision=PREC)
+            accB = tl.dot((x32 * (to_end * step)[:, None]).to(dtype), gt, accB, input_precision=PREC)
+        inner *= decay
+        unit = inner * score
+        column = tl.sum(unit, 0)
+        row = tl.sum(unit * step[None, :], 1)
+        pairs += inner * step[None, :]
+        direct = column + pulled
+        pull = pulled * step
+        later = tl.cumsum(row + seen * from_start - column * step, axis=0, reverse=True)
+        term = later + (tl.cumsum(pull, axis=0) - pull) + across * tl.exp2(end)
+        f = flow + ((b * H + h) * NC + c) * (2 * Q)
+        tl.store(f + q, term)
+        tl.store(f + Q + q, direct)
+        if HAS_D and not D_CHANNELS:
+            tl.store(dD + (b * NC + c) * H + h, d_sum)
+    packed = pairs.to(dtype)
+    accC = tl.dot(packed, Bt, accC, input_precision=PREC)
+    accB = tl.dot(tl.trans(packed), Ct, accB, input_precision=PREC)
+    to = (((run * batch + b) * count * Q + k * Q + q) * G + g)[:, None] * N + n[None, :]
+    tl.store(dB + to, accB, mask=(n < N)[None, :])
+    tl.store(dC + to, accC, mask=(n < N)[None, :])
+
+
+@triton.jit
+def groups_kernel(parts_B, parts_C, dB, dC, L, batch, first_token, tokens, GN, RUNS, BLOCK: tl.constexpr):
+    """dB, dC [b, L, G, N] of a segment: the sum of the runs of heads."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(tokens * GN, BLOCK)
+    i, b = pid % blocks, pid // blocks
+    o = i * BLOCK + tl.arange(0, BLOCK)
+    mask = o < tokens * GN
+    sumB = tl.zeros([BLOCK], tl.float32)
+    sumC = tl.zeros([BLOCK], tl.float32)
+    for run in range(0, RUNS):
+        at = (run * batch + b) * tokens * GN + o
+        sumB += tl.load(parts_B + at, mask=mask, other=0.0)
+        sumC += tl.load(parts_C + at, mask=mask, other=0.0)
+    to = (b * L + first_token) * GN + o
+    mask = mask & (o < (pid * 0 + L - first_token) * GN)
+    tl.store(dB + to, sumB.to(dB.dtype.element_ty), mask=mask)
+    tl.store(dC + to, sumC.to(dC.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def steps_kernel(
+    dt, A, bias, starts, flow, ddt, dA, dbias, L, H, NC, dt_min, dt_max, s_b, s_l, s_h,
+    Q: tl.constexpr, BH: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """ddt [b, L, H]; dA, dbias fp32 [b, NC, H]: the sums over a chunk."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(H, BH)
+    block, rest = pid % blocks, pid // blocks
+    c, b = rest % NC, rest // NC
+    q = tl.arange(0, Q)
+    token = c * Q + q
+    h = block * BH + tl.arange(0, BH)
+    mask = (token < L)[:, None] & (h < H)[None, :]
+    at = b * s_b + token[:, None] * s_l + h[None, :] * s_h
+    raw, free, step = time_step(dt, bias, at, h, mask, h < H, dt_min, dt_max, SOFTPLUS, HAS_BIAS)
+    f = flow + ((b * H + h)[:, None] * NC + c) * (2 * Q) + q[None, :]
+    term = tl.trans(tl.load(f, mask=(h < H)[:, None], other=0.0))
+    direct = tl.trans(tl.load(f + Q, mask=(h < H)[:, None], other=0.0))
+    rate = tl.load(A + h, mask=h < H, other=0.0).to(tl.float32)
+    if PACKED:
+        first = tl.load(starts + b * L + token, mask=token < L, other=0)
+        term = tl.where((first != 0)[:, None], 0.0, term)
+    grad = tl.where(mask & (free >= dt_min) & (free <= dt_max), term * rate[None, :] + direct, 0.0)
+    if SOFTPLUS:
+        grad = tl.where(raw > 20.0, grad, grad * tl.sigmoid(raw))
+    tl.store(ddt + ((b * L + token) * H)[:, None] + h[None, :], grad.to(ddt.dtype.element_ty), mask=mask)
+    to = (b * NC + c) * H + h
+    tl.store(dA + to, tl.sum(tl.where(mask, term * step, 0.0), 0), mask=h < H)
+    tl.store(dbias + to, tl.sum(grad, 0), mask=h < H)
+
+
+def chunks_a_segment(s: Sizes, element: int, workspace: int) -> int:
+    """How many chunks' states are made at once: those of the segments and of one segment's chunks fit ``workspace``."""
+    states = s.b * s.H * s.P * s.N
+    best = 1
+    for chunks in range(1, s.NC + 1):
+        if states * (chunks * 2 * element + -(-s.NC // chunks) * 4) <= workspace:
+            best = chunks
+    if best == 1:  # nothing fits: what needs least
+        best = max(1, round((s.NC * 4 / (2 * element)) ** 0.5))
+    return -(-s.NC // -(-s.NC // best))  # segments of even length
+
+
+def backward(
+    dy: Tensor, dfinal: Tensor | None, x: Tensor, steps: Steps, B: Tensor, C: Tensor, D: Tensor | None,
+    z: Tensor | None, init_state: Tensor | None, k: Backward,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinit_state) of checked inputs; None where the input is None."""
+    s = Sizes.of(x, B, k.chunk)
+    device, f32 = x.device, torch.float32
+    vec = prepare(steps, s)
+    count = chunks_a_segment(s, x.element_size(), k.workspace)
+    passes = Forward(
+        chunk=k.chunk, state_p=k.state_p, state_n=k.state_n, state_warps=k.state_warps, state_stages=k.state_stages
+    )
+    starts = segment_states(x, B, vec, init_state, s, count, passes)
+    S = starts.shape[1]
+    adjoint = torch.empty(s.b, s.H, s.P, s.N, device=device, dtype=f32)
+    adjoint.zero_() if dfinal is None else adjoint.copy_(dfinal)
+    hs = torch.empty(count, s.b, s.H, s.P, s.N, device=device, dtype=x.dtype)
+    gs = torch.empty_like(hs)
+    share = s.H // s.G
+    run = min(k.heads, share)
+    runs = triton.cdiv(share, run)
+    parts = torch.empty(2, runs * s.b * count * s.Q * s.G * s.N, device=device, dtype=f32)
+    flow = torch.empty_like(vec)
+    dx = torch.empty(x.shape, device=device, dtype=x.dtype)
+    dz = x if z is None else torch.empty(z.shape, device=device, dtype=z.dtype)
+    dB = torch.empty(B.shape, device=device, dtype=B.dtype)
+    dC = torch.empty(C.shape, device=device, dtype=C.dtype)
+    channels = D is not None and D.dim() == 2
+    dD = flow if D is None else torch.empty(s.b, s.NC, *D.shape, device=device, dtype=f32)
+    Dt, zt = x if D is None else D, dy if z is None else z
+    common = {"Q": s.Q, "HAS_Z": z is not None, "PREC": precision(x.dtype)}
+    strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3], *zt.stride()[:3])
+    WP, WN = min(pad(s.P), k.walk_p), min(pad(s.N), k.walk_n)
+    BP, BN = min(pad(s.P), k.block_p), pad(s.N)
+    for segment in reversed(range(S)):
+        first = segment * count
+        here = min(count, s.NC - first)
+        launch(
+            walk_kernel, 2 * s.b * s.H * triton.cdiv(s.P, WP) * triton.cdiv(s.N, WN),
+            x, B, C, dy, zt, vec, starts, adjoint, hs, gs, s.L, s.H, s.G, s.NC, s.P, s.N, S, s.b, segment, first, here,
+            *strides, **common, BP=WP, BN=WN, EVEN_P=s.P % WP == 0, EVEN_N=s.N % WN == 0,
+            STAGES=k.walk_stages, num_warps=k.walk_warps,
+        )  # fmt: skip
+        launch(
+            chunk_kernel, runs * s.b * s.G * here,
+            x, B, C, dy, zt, Dt, vec, hs, gs, dx, dz, parts[0], parts[1], flow, dD,
+            s.L, s.H, s.G, s.NC, s.P, s.N, s.b, first, here, run, runs, *strides, **common,
+            BP=BP, BN=BN, SLICES=triton.cdiv(s.P, BP), EVEN_P=s.P % BP == 0, EVEN_N=s.N == BN,
+            HAS_D=D is not None, D_CHANNELS=channels, STAGES=k.stages, num_warps=k.warps,
+        )  # fmt: skip
+        block = 1024
+        launch(
+            groups_kernel, s.b * triton.cdiv(here * s.Q * s.G * s.N, block), parts[0], parts[1], dB, dC,
+            s.L, s.b, first * s.Q, here * s.Q, s.G * s.N, runs, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    ddt = torch.empty(steps.dt.shape, device=device, dtype=steps.dt.dtype)
+    sums = torch.empty(2, s.b * s.NC, s.H, device=device, dtype=f32)
+    launch(
+        steps_kernel, s.b * s.NC * triton.cdiv(s.H, HEADS_A_PROGRAM), *steps.arguments, flow, ddt, sums[0], sums[1],
+        s.L, s.H, s.NC, *steps.limits, Q=s.Q, BH=HEADS_A_PROGRAM, **steps.flags, num_warps=4,
+    )  # fmt: skip
+    dA, dbias = sums.sum(1)
+    return (
+        dx, ddt, dA.to(steps.A.dtype), dB, dC, None if D is None else dD.sum((0, 1)).to(D.dtype),
+        None if z is None else dz, None if steps.dt_bias is None else dbias.to(steps.dt_bias.dtype),
+        None if init_state is None else adjoint.to(init_state.dtype),
+    )  # fmt: skip
