@@ -66,6 +66,11 @@ def rows_of(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
+def wide(Q: int, *tensors: Tensor) -> bool:
+    """Whether a chunk of ``Q`` tokens spans 2^31 elements of a tensor [b, L, ...] or more."""
+    return any(Q * t.stride(1) >= 1 << 31 for t in tensors)
+
+
 def precision(dtype: torch.dtype) -> str:
     """How tl.dot treats fp32 operands: three tf32 products, which is fp32 up to a few ulp."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
@@ -86,12 +91,21 @@ def sequence_starts(seq_idx: Tensor | None, cu_seqlens: Tensor | None, b: int, L
 
 @triton.jit
 def load_tile(ptr, rows, row_stride, row_mask, cols, col_mask, EVEN: tl.constexpr):
-    """[rows, cols] of a matrix with neighbouring columns; zero outside. ``rows`` is int64."""
-    at = ptr + rows[:, None] * row_stride + cols[None, :]
+    """[rows, cols] of a matrix with neighbouring columns; zero outside. ``rows`` is int64 where 32 bits are too few."""
+    at = ptr + (rows[:, None] * row_stride + cols[None, :])
     if EVEN:
         return tl.load(at, mask=row_mask[:, None], other=0.0)
     else:
         return tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
+
+
+@triton.jit
+def tokens_of(Q: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of the tokens in a chunk; int64 where a chunk spans 2^31 elements of a view."""
+    q = tl.arange(0, Q)
+    if WIDE:
+        q = q.to(tl.int64)
+    return q
 
 
 @triton.jit

@@ -31,6 +31,10 @@ class Backward:
     heads: int = 10
     warps: int = 8
     stages: int = 1
+    group_p: int = 64
+    group_n: int = 64
+    group_warps: int = 4
+    group_stages: int = 4
     walk_p: int = 64
     walk_n: int = 64
     walk_warps: int = 4
@@ -80,7 +84,7 @@ def forward_config(P: int, N: int, dtype: torch.dtype, heads: int, chunks_of_64:
 def backward_config(P: int, N: int, dtype: torch.dtype, group_heads: int, device: Device) -> Backward:
     """``group_heads``: heads that share a group of B and C."""
     width = N * dtype.itemsize
-    k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 64), state_p=min(P, 64), state_n=min(N, 128))
+    k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 64), group_p=min(P, 64), group_n=min(N, 64), state_p=min(P, 64), state_n=min(N, 128))
     if width > 256:
         k = replace(k, chunk=32, block_p=min(P, 32), state_n=64, state_stages=2)
     if width > 512:

@@ -3,11 +3,11 @@
 The states before the chunks and their adjoints are made again, for one segment of the sequence at a time from the last
 to the first, so that memory is bounded; in 16 bits for 16-bit inputs, the running ones in fp32.
 
-    prep, states, carry   as forward: the state before every segment
+    prep, scores, states, carry   as forward: the state before every segment
     for each segment:
       walk        h before and the adjoint g after every chunk            (one program a head, slice and direction)
-      chunk       dx, dz; dB and dC summed over a run of heads; the gradients of decay and step of every token
-      groups      dB and dC summed over the runs of heads
+      chunk       dx, dz; gradients of decay and step of every token; that of C·Bᵀ, summed over a run of heads
+      groups      dB and dC, summed over the heads of a group
     steps         ddt, and what dA and ddt_bias are the sums of
 """
 
@@ -29,9 +29,11 @@ from latentscan.kernels.triton.chunk_common import (
     precision,
     prepare,
     time_step,
+    tokens_of,
+    wide,
 )
 from latentscan.kernels.triton.chunk_configs import Backward, Forward
-from latentscan.kernels.triton.chunk_scan_forward import segment_states
+from latentscan.kernels.triton.chunk_scan_forward import segment_scores, segment_states
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def walk_kernel(
     x, B, C, dy, z, vec, starts, adjoint, hs, gs, L, H, G, NC, P, N, S, batch, segment, first, count,
     x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, dy_sb, dy_sl, dy_sh, z_sb, z_sl, z_sh,
     Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN_P: tl.constexpr, EVEN_N: tl.constexpr,
-    HAS_Z: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    HAS_Z: tl.constexpr, PREC: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """hs, gs [count, b, H, P, N]: the state before and its adjoint after each chunk of the segment.
 
@@ -61,7 +63,7 @@ def walk_kernel(
     i_p, rest = rest % ps, rest // ps
     h, b = rest % H, rest // H
     g = h // (H // G)
-    q = tl.arange(0, Q)
+    q = tokens_of(Q, WIDE)
     p = (i_p * BP + tl.arange(0, BP)).to(tl.int32)
     n = (i_n * BN + tl.arange(0, BN)).to(tl.int32)
     pn = p[:, None] * N + n[None, :]
@@ -75,14 +77,14 @@ def walk_kernel(
         state = tl.load(starts + ((b * S + segment) * H + h) * (P * N) + pn, mask=pn_mask, other=0.0)
         for k in tl.range(0, count, num_stages=STAGES):
             c = first + k
-            rows = pid * 0 + c * Q + q
-            mask = rows < L
-            xt = load_tile(xp, rows, x_sl, mask, p, p < P, EVEN_P)
-            Bt = load_tile(Bp, rows, b_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
-            v = vp + c * (2 * Q)
+            row = pid * 0 + c * Q
+            mask = q < L - row
+            xt = load_tile(xp + row * x_sl, q, x_sl, mask, p, p < P, EVEN_P)
+            Bt = load_tile(Bp + row * b_sl, q, b_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
+            v = vp + row * 2
             end = tl.load(v + Q - 1)
             weight = tl.exp2(end - tl.load(v + q)) * tl.load(v + Q + q)
-            tl.store(hs + k * plane + place + pn, state.to(hs.dtype.element_ty), mask=pn_mask)
+            tl.store(hs + (k * plane + place) + pn, state.to(hs.dtype.element_ty), mask=pn_mask)
             added = (tl.trans(xt) * weight[None, :]).to(xt.dtype)
             state = tl.dot(added, Bt, state * tl.exp2(end), input_precision=PREC)
     else:
@@ -93,17 +95,18 @@ def walk_kernel(
         for i in tl.range(0, count, num_stages=STAGES):
             k = count - 1 - i
             c = first + k
-            rows = pid * 0 + c * Q + q
-            mask = rows < L
-            dt = load_tile(dp, rows, dy_sl, mask, p, p < P, EVEN_P)
+            row = pid * 0 + c * Q
+            mask = q < L - row
+            dt = load_tile(dp + row * dy_sl, q, dy_sl, mask, p, p < P, EVEN_P)
             if HAS_Z:
-                dt, silu, slope = gated(dt, load_tile(zp, rows, z_sl, mask, p, p < P, EVEN_P), hs.dtype.element_ty)
+                zt = load_tile(zp + row * z_sl, q, z_sl, mask, p, p < P, EVEN_P)
+                dt, silu, slope = gated(dt, zt, hs.dtype.element_ty)
             dt = dt.to(hs.dtype.element_ty)
-            Ct = load_tile(Cp, rows, c_sl, mask, n, n < N, EVEN_N).to(dt.dtype)
-            v = vp + c * (2 * Q)
+            Ct = load_tile(Cp + row * c_sl, q, c_sl, mask, n, n < N, EVEN_N).to(dt.dtype)
+            v = vp + row * 2
             end = tl.load(v + Q - 1)
             weight = tl.exp2(tl.load(v + q))
-            tl.store(gs + k * plane + place + pn, state.to(gs.dtype.element_ty), mask=pn_mask)
+            tl.store(gs + (k * plane + place) + pn, state.to(gs.dtype.element_ty), mask=pn_mask)
             added = (tl.trans(dt) * weight[None, :]).to(dt.dtype)
             state = tl.dot(added, Ct, state * tl.exp2(end), input_precision=PREC)
         tl.store(adjoint + place + pn, state, mask=pn_mask)
@@ -111,134 +114,172 @@ def walk_kernel(
 
 @triton.jit
 def chunk_kernel(
-    x, B, C, dy, z, D, vec, hs, gs, dx, dz, dB, dC, flow, dD, L, H, G, NC, P, N, batch, first, count, RUN, RUNS,
+    x, B, C, dy, z, D, scores, vec, hs, gs, dx, dz, pairs, flow, dD, L, H, G, NC, P, N, batch, first, count, RUN, RUNS,
     x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, dy_sb, dy_sl, dy_sh, z_sb, z_sl, z_sh,
     Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, EVEN_P: tl.constexpr,
     EVEN_N: tl.constexpr, HAS_D: tl.constexpr, D_CHANNELS: tl.constexpr, HAS_Z: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr,
+    WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One chunk, one run of heads of a group.
+    """One chunk, one run of heads of a group: everything but what the states give to dB and dC.
 
-    dB, dC fp32 [RUNS, b, count Q, G, N]: summed over the run. flow [b, H, NC, 2, Q]: gradient of the token's term
-    ``A dt'`` and, of the step, the part that does not go through the decay. dD [b, NC, H] or [b, NC, H, P].
+    pairs [RUNS, count, b, G, Q, Q]: gradient of C·Bᵀ, summed over the run. flow [b, H, NC, 2, Q]: gradient of the
+    token's term ``A dt'`` and, of the step, the part that does not go through the decay. dD [b, NC, H] or
+    [b, NC, H, P].
     """
     pid = tl.program_id(0).to(tl.int64)
     run, rest = pid % RUNS, pid // RUNS
     g, rest = rest % G, rest // G
-    k, b = rest % count, rest // count
+    b, k = rest % batch, rest // batch
     c = first + k
-    q = tl.arange(0, Q)
+    q = tokens_of(Q, WIDE)
     n = tl.arange(0, BN)
-    rows = c * Q + q
-    mask = rows < L
+    row0 = c * Q
+    mask = q < L - row0
     dtype = hs.dtype.element_ty
-    Bt = load_tile(B + b * b_sb + g * b_sg, rows, b_sl, mask, n, n < N, EVEN_N).to(dtype)
-    Ct = load_tile(C + b * c_sb + g * c_sg, rows, c_sl, mask, n, n < N, EVEN_N).to(dtype)
+    Bt = load_tile(B + b * b_sb + g * b_sg + row0 * b_sl, q, b_sl, mask, n, n < N, EVEN_N).to(dtype)
+    Ct = load_tile(C + b * c_sb + g * c_sg + row0 * c_sl, q, c_sl, mask, n, n < N, EVEN_N).to(dtype)
     causal = q[:, None] >= q[None, :]
-    score = tl.where(causal, tl.dot(Ct, tl.trans(Bt), input_precision=PREC), 0.0)
     share = H // G
     h0 = g * share + run * RUN
-    accB = tl.zeros([Q, BN], tl.float32)
-    accC = tl.zeros([Q, BN], tl.float32)
-    pairs = tl.zeros([Q, Q], tl.float32)
+    pair = tl.zeros([Q, Q], tl.float32)
     for h in tl.range(h0, tl.minimum(h0 + RUN, (g + 1) * share), num_stages=STAGES):
+        xp = x + b * x_sb + h * x_sh + row0 * x_sl
+        yp = dy + b * dy_sb + h * dy_sh + row0 * dy_sl
+        zp = z + b * z_sb + h * z_sh + row0 * z_sl
         v = vec + ((b * H + h) * NC + c) * (2 * Q)
+        f = flow + ((b * H + h) * NC + c) * (2 * Q)
+        place = ((k * batch + b) * H + h) * (P * N)
+        token = ((b * L + row0) * H + h) * P
         cum = tl.load(v + q)
         step = tl.load(v + Q + q)
         end = tl.load(v + Q - 1)
-        from_start = tl.exp2(cum)
-        to_end = tl.exp2(end - cum)
-        decay = tl.exp2(tl.where(causal, cum[:, None] - cum[None, :], float("-inf")))
-        mixed = decay * score
         inner = tl.zeros([Q, Q], tl.float32)
-        seen = tl.zeros([Q], tl.float32)  # of the output that comes from the state before the chunk
-        pulled = tl.zeros([Q], tl.float32)  # of what is added to the state after the chunk, per unit of step
         across = 0.0
-        d_sum = 0.0
         for i in tl.static_range(SLICES):
             p = i * BP + tl.arange(0, BP)
-            pn = ((k * batch + b) * H + h) * (P * N) + p[:, None] * N + n[None, :]
-            pn_mask = (p < P)[:, None] & (n < N)[None, :]
-            xt = load_tile(x + b * x_sb + h * x_sh, rows, x_sl, mask, p, p < P, EVEN_P)
-            raw = load_tile(dy + b * dy_sb + h * dy_sh, rows, dy_sl, mask, p, p < P, EVEN_P)
+            pn = p[:, None] * N + n[None, :]
+            gt = tl.load(gs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+            ht = tl.load(hs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+            across += tl.sum(tl.sum(ht.to(tl.float32) * gt.to(tl.float32), 1), 0)
+            xt = load_tile(xp, q, x_sl, mask, p, p < P, EVEN_P)
+            raw = load_tile(yp, q, dy_sl, mask, p, p < P, EVEN_P)
             dt = raw.to(dtype)
             if HAS_Z:
-                zt = load_tile(z + b * z_sb + h * z_sh, rows, z_sl, mask, p, p < P, EVEN_P)
-                dt, silu, slope = gated(raw, zt, dtype)
-            if EVEN_P and EVEN_N:
-                ht = tl.load(hs + pn)
-                gt = tl.load(gs + pn)
-            else:
-                ht = tl.load(hs + pn, mask=pn_mask, other=0.0)
-                gt = tl.load(gs + pn, mask=pn_mask, other=0.0)
-            across += tl.sum(tl.sum(ht.to(tl.float32) * gt.to(tl.float32), 1), 0)
+                dt, silu, slope = gated(raw, load_tile(zp, q, z_sl, mask, p, p < P, EVEN_P), dtype)
             inner = tl.dot(dt, tl.trans(xt), inner, input_precision=PREC)
-            du = tl.dot(Bt, tl.trans(gt), input_precision=PREC) * to_end[:, None]
-            x32 = xt.to(tl.float32)
-            d32 = dt.to(tl.float32)
-            pulled += tl.sum(du * x32, 1)
-            du = tl.dot(tl.trans(mixed.to(dtype)), dt, du, input_precision=PREC)
-            grad = du * step[:, None]
-            before = tl.dot(Ct, tl.trans(ht), input_precision=PREC)
-            seen += tl.sum(before * d32, 1)
-            to = ((b * L + rows) * H + h)[:, None] * P + p[None, :]
+        if HAS_D and not D_CHANNELS:
+            same = tl.where(q[:, None] == q[None, :], inner, 0.0)
+            tl.store(dD + (b * NC + c) * H + h, tl.sum(tl.sum(same, 1), 0))
+        # Few matrices may be alive at once: what is between the tokens comes first, and is done with.
+        decay = tl.exp2(tl.where(causal, cum[:, None] - cum[None, :], float("-inf")))
+        score = tl.load(scores + ((b * G + g) * NC + c) * (Q * Q) + (q[:, None] * Q + q[None, :])).to(tl.float32)
+        inner *= decay
+        pair += inner * step[None, :]
+        mixed = (decay * score).to(dtype)
+        inner *= score
+        column = tl.sum(inner, 0)
+        row = tl.sum(inner * step[None, :], 1)
+        to_end = tl.exp2(end - cum)
+        seen = tl.zeros([Q], tl.float32)  # of the output that comes from the state before the chunk
+        pulled = tl.zeros([Q], tl.float32)  # of what is added to the state after the chunk, per unit of step
+        for i in tl.static_range(SLICES):
+            p = i * BP + tl.arange(0, BP)
+            if SLICES > 1:
+                xt = load_tile(xp, q, x_sl, mask, p, p < P, EVEN_P)
+                raw = load_tile(yp, q, dy_sl, mask, p, p < P, EVEN_P)
+                dt = raw.to(dtype)
+                if HAS_Z:
+                    dt, silu, slope = gated(raw, load_tile(zp, q, z_sl, mask, p, p < P, EVEN_P), dtype)
+                pn = p[:, None] * N + n[None, :]
+                gt = tl.load(gs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+                ht = tl.load(hs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+            to = q[:, None] * (H * P) + p[None, :]
             to_mask = mask[:, None] & (p < P)[None, :]
+            du = tl.dot(Bt, tl.trans(gt), input_precision=PREC) * to_end[:, None]
+            pulled += tl.sum(du * xt.to(tl.float32), 1)
+            du = tl.dot(tl.trans(mixed), dt, du, input_precision=PREC) * step[:, None]
             if HAS_D:
                 if D_CHANNELS:
                     d = tl.load(D + h * P + p, mask=p < P, other=0.0).to(tl.float32)
-                    tl.store(dD + ((b * NC + c) * H + h) * P + p, tl.sum(d32 * x32, 0), mask=p < P)
+                    sums = tl.sum(dt.to(tl.float32) * xt.to(tl.float32), 0)
+                    tl.store(dD + ((b * NC + c) * H + h) * P + p, sums, mask=p < P)
                 else:
                     d = tl.zeros([BP], tl.float32) + tl.load(D + h).to(tl.float32)
-                    d_sum += tl.sum(tl.sum(d32 * x32, 1), 0)
-                grad += d32 * d[None, :]
-            tl.store(dx + to, grad.to(dx.dtype.element_ty), mask=to_mask)
+                du += dt.to(tl.float32) * d[None, :]
+            tl.store(dx + token + to, du.to(dx.dtype.element_ty), mask=to_mask)
+            before = tl.dot(Ct, tl.trans(ht), input_precision=PREC)
+            seen += tl.sum(before * dt.to(tl.float32), 1)
             if HAS_Z:
-                out = tl.dot((mixed * step[None, :]).to(dtype), xt, before * from_start[:, None], input_precision=PREC)
+                weights = (mixed.to(tl.float32) * step[None, :]).to(dtype)
+                out = tl.dot(weights, xt, before * tl.exp2(cum)[:, None], input_precision=PREC)
                 if HAS_D:
-                    out += x32 * d[None, :]
-                tl.store(dz + to, (raw.to(tl.float32) * out * slope).to(dz.dtype.element_ty), mask=to_mask)
-            accC = tl.dot((d32 * from_start[:, None]).to(dtype), ht, accC, input_precision=PREC)
-            accB = tl.dot((x32 * (to_end * step)[:, None]).to(dtype), gt, accB, input_precision=PREC)
-        inner *= decay
-        unit = inner * score
-        column = tl.sum(unit, 0)
-        row = tl.sum(unit * step[None, :], 1)
-        pairs += inner * step[None, :]
-        direct = column + pulled
+                    out += xt.to(tl.float32) * d[None, :]
+                tl.store(dz + token + to, (raw.to(tl.float32) * out * slope).to(dz.dtype.element_ty), mask=to_mask)
         pull = pulled * step
-        later = tl.cumsum(row + seen * from_start - column * step, axis=0, reverse=True)
-        term = later + (tl.cumsum(pull, axis=0) - pull) + across * tl.exp2(end)
-        f = flow + ((b * H + h) * NC + c) * (2 * Q)
-        tl.store(f + q, term)
-        tl.store(f + Q + q, direct)
-        if HAS_D and not D_CHANNELS:
-            tl.store(dD + (b * NC + c) * H + h, d_sum)
-    packed = pairs.to(dtype)
-    accC = tl.dot(packed, Bt, accC, input_precision=PREC)
-    accB = tl.dot(tl.trans(packed), Ct, accB, input_precision=PREC)
-    to = (((run * batch + b) * count * Q + k * Q + q) * G + g)[:, None] * N + n[None, :]
-    tl.store(dB + to, accB, mask=(n < N)[None, :])
-    tl.store(dC + to, accC, mask=(n < N)[None, :])
+        later = tl.cumsum(row + seen * tl.exp2(cum) - column * step, axis=0, reverse=True)
+        tl.store(f + q, later + (tl.cumsum(pull, axis=0) - pull) + across * tl.exp2(end))
+        tl.store(f + Q + q, column + pulled)
+    to = pairs + (((run * count + k) * batch + b) * G + g) * (Q * Q) + (q[:, None] * Q + q[None, :])
+    tl.store(to, pair)
 
 
 @triton.jit
-def groups_kernel(parts_B, parts_C, dB, dC, L, batch, first_token, tokens, GN, RUNS, BLOCK: tl.constexpr):
-    """dB, dC [b, L, G, N] of a segment: the sum of the runs of heads."""
+def groups_kernel(
+    x, B, C, dy, z, vec, hs, gs, pairs, dB, dC, L, H, G, NC, P, N, batch, first, count, RUNS,
+    x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, dy_sb, dy_sl, dy_sh, z_sb, z_sl, z_sh,
+    Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, EVEN_P: tl.constexpr,
+    EVEN_N: tl.constexpr, HAS_Z: tl.constexpr, PREC: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dB or dC [b, L, G, N] of one chunk, a slice of N: a product over all heads and channels of the group."""
     pid = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(tokens * GN, BLOCK)
-    i, b = pid % blocks, pid // blocks
-    o = i * BLOCK + tl.arange(0, BLOCK)
-    mask = o < tokens * GN
-    sumB = tl.zeros([BLOCK], tl.float32)
-    sumC = tl.zeros([BLOCK], tl.float32)
+    way, rest = pid % 2, pid // 2
+    ns = tl.cdiv(N, BN)
+    i_n, rest = rest % ns, rest // ns
+    g, rest = rest % G, rest // G
+    b, k = rest % batch, rest // batch
+    c = first + k
+    q = tokens_of(Q, WIDE)
+    n = (i_n * BN + tl.arange(0, BN)).to(tl.int32)
+    row = c * Q
+    mask = q < L - row
+    dtype = hs.dtype.element_ty
+    pair = tl.zeros([Q, Q], tl.float32)
     for run in range(0, RUNS):
-        at = (run * batch + b) * tokens * GN + o
-        sumB += tl.load(parts_B + at, mask=mask, other=0.0)
-        sumC += tl.load(parts_C + at, mask=mask, other=0.0)
-    to = (b * L + first_token) * GN + o
-    mask = mask & (o < (pid * 0 + L - first_token) * GN)
-    tl.store(dB + to, sumB.to(dB.dtype.element_ty), mask=mask)
-    tl.store(dC + to, sumC.to(dC.dtype.element_ty), mask=mask)
+        pair += tl.load(pairs + (((run * count + k) * batch + b) * G + g) * (Q * Q) + (q[:, None] * Q + q[None, :]))
+    share = H // G
+    vp = vec + c * (2 * Q)
+    to = ((b * L + row) * G + g) * N + (q[:, None] * (G * N) + n[None, :])
+    to_mask = mask[:, None] & (n < N)[None, :]
+    if way == 0:
+        Bt = load_tile(B + b * b_sb + g * b_sg + row * b_sl, q, b_sl, mask, n, n < N, EVEN_N).to(dtype)
+        acc = tl.dot(pair.to(dtype), Bt, input_precision=PREC)
+        for i in tl.range(0, share * SLICES, num_stages=STAGES):
+            h = g * share + i // SLICES
+            p = (i % SLICES) * BP + tl.arange(0, BP)
+            dt = load_tile(dy + b * dy_sb + h * dy_sh + row * dy_sl, q, dy_sl, mask, p, p < P, EVEN_P)
+            if HAS_Z:
+                zt = load_tile(z + b * z_sb + h * z_sh + row * z_sl, q, z_sl, mask, p, p < P, EVEN_P)
+                dt, silu, slope = gated(dt, zt, dtype)
+            place = ((k * batch + b) * H + h) * (P * N)
+            pn = p[:, None] * N + n[None, :]
+            ht = tl.load(hs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+            weight = tl.exp2(tl.load(vp + (b * H + h) * NC * (2 * Q) + q))
+            acc = tl.dot((dt.to(tl.float32) * weight[:, None]).to(dtype), ht, acc, input_precision=PREC)
+        tl.store(dC + to, acc.to(dC.dtype.element_ty), mask=to_mask)
+    else:
+        Ct = load_tile(C + b * c_sb + g * c_sg + row * c_sl, q, c_sl, mask, n, n < N, EVEN_N).to(dtype)
+        acc = tl.dot(tl.trans(pair.to(dtype)), Ct, input_precision=PREC)
+        for i in tl.range(0, share * SLICES, num_stages=STAGES):
+            h = g * share + i // SLICES
+            p = (i % SLICES) * BP + tl.arange(0, BP)
+            xt = load_tile(x + b * x_sb + h * x_sh + row * x_sl, q, x_sl, mask, p, p < P, EVEN_P)
+            place = ((k * batch + b) * H + h) * (P * N)
+            pn = p[:, None] * N + n[None, :]
+            gt = tl.load(gs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+            v = vp + (b * H + h) * NC * (2 * Q)
+            weight = tl.exp2(tl.load(v + Q - 1) - tl.load(v + q)) * tl.load(v + Q + q)
+            acc = tl.dot((xt.to(tl.float32) * weight[:, None]).to(dtype), gt, acc, input_precision=PREC)
+        tl.store(dB + to, acc.to(dB.dtype.element_ty), mask=to_mask)
 
 
 @triton.jit
@@ -293,6 +334,7 @@ def backward(
     s = Sizes.of(x, B, k.chunk)
     device, f32 = x.device, torch.float32
     vec = prepare(steps, s)
+    scores = segment_scores(B, C, s, x.dtype)
     count = chunks_a_segment(s, x.element_size(), k.workspace)
     passes = Forward(
         chunk=k.chunk, state_p=k.state_p, state_n=k.state_n, state_warps=k.state_warps, state_stages=k.state_stages
@@ -306,7 +348,7 @@ def backward(
     share = s.H // s.G
     run = min(k.heads, share)
     runs = triton.cdiv(share, run)
-    parts = torch.empty(2, runs * s.b * count * s.Q * s.G * s.N, device=device, dtype=f32)
+    pairs = torch.empty(runs, count, s.b, s.G, s.Q, s.Q, device=device, dtype=f32)
     flow = torch.empty_like(vec)
     dx = torch.empty(x.shape, device=device, dtype=x.dtype)
     dz = x if z is None else torch.empty(z.shape, device=device, dtype=z.dtype)
@@ -315,10 +357,11 @@ def backward(
     channels = D is not None and D.dim() == 2
     dD = flow if D is None else torch.empty(s.b, s.NC, *D.shape, device=device, dtype=f32)
     Dt, zt = x if D is None else D, dy if z is None else z
-    common = {"Q": s.Q, "HAS_Z": z is not None, "PREC": precision(x.dtype)}
+    common = {"Q": s.Q, "HAS_Z": z is not None, "PREC": precision(x.dtype), "WIDE": wide(s.Q, x, B, C, dy, zt, dx)}
     strides = (*x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *dy.stride()[:3], *zt.stride()[:3])
     WP, WN = min(pad(s.P), k.walk_p), min(pad(s.N), k.walk_n)
     BP, BN = min(pad(s.P), k.block_p), pad(s.N)
+    GP, GN = min(pad(s.P), k.group_p), min(pad(s.N), k.group_n)
     for segment in reversed(range(S)):
         first = segment * count
         here = min(count, s.NC - first)
@@ -330,15 +373,16 @@ def backward(
         )  # fmt: skip
         launch(
             chunk_kernel, runs * s.b * s.G * here,
-            x, B, C, dy, zt, Dt, vec, hs, gs, dx, dz, parts[0], parts[1], flow, dD,
+            x, B, C, dy, zt, Dt, scores, vec, hs, gs, dx, dz, pairs, flow, dD,
             s.L, s.H, s.G, s.NC, s.P, s.N, s.b, first, here, run, runs, *strides, **common,
             BP=BP, BN=BN, SLICES=triton.cdiv(s.P, BP), EVEN_P=s.P % BP == 0, EVEN_N=s.N == BN,
             HAS_D=D is not None, D_CHANNELS=channels, STAGES=k.stages, num_warps=k.warps,
         )  # fmt: skip
-        block = 1024
         launch(
-            groups_kernel, s.b * triton.cdiv(here * s.Q * s.G * s.N, block), parts[0], parts[1], dB, dC,
-            s.L, s.b, first * s.Q, here * s.Q, s.G * s.N, runs, BLOCK=block, num_warps=4,
+            groups_kernel, 2 * s.b * s.G * here * triton.cdiv(s.N, GN),
+            x, B, C, dy, zt, vec, hs, gs, pairs, dB, dC, s.L, s.H, s.G, s.NC, s.P, s.N, s.b, first, here, runs,
+            *strides, **common, BP=GP, BN=GN, SLICES=triton.cdiv(s.P, GP), EVEN_P=s.P % GP == 0,
+            EVEN_N=s.N % GN == 0, STAGES=k.group_stages, num_warps=k.group_warps,
         )  # fmt: skip
     ddt = torch.empty(steps.dt.shape, device=device, dtype=steps.dt.dtype)
     sums = torch.empty(2, s.b * s.NC, s.H, device=device, dtype=f32)

@@ -16,7 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latentscan.kernels.triton.chunk_common import Sizes, Steps, launch, load_tile, pad, precision, prepare
+from latentscan.kernels.triton.chunk_common import (
+    Sizes,
+    Steps,
+    launch,
+    load_tile,
+    pad,
+    precision,
+    prepare,
+    tokens_of,
+    wide,
+)
 from latentscan.kernels.triton.chunk_configs import Forward
 
 
@@ -24,22 +34,23 @@ from latentscan.kernels.triton.chunk_configs import Forward
 def scores_kernel(
     B, C, scores, L, G, NC, N, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg,
     Q: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, EVEN_N: tl.constexpr, PREC: tl.constexpr,
-    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """scores [b, G, NC, Q, Q] = C·Bᵀ; what lies above the diagonal is never used."""
     pid = tl.program_id(0).to(tl.int64)
     c, rest = pid % NC, pid // NC
     g, b = rest % G, rest // G
-    q = tl.arange(0, Q)
-    rows = c * Q + q
-    mask = rows < L
+    q = tokens_of(Q, WIDE)
+    mask = q < L - c * Q
+    Bp = B + b * b_sb + g * b_sg + c * Q * b_sl
+    Cp = C + b * c_sb + g * c_sg + c * Q * c_sl
     acc = tl.zeros([Q, Q], tl.float32)
     for i in tl.static_range(SLICES):
         n = i * BN + tl.arange(0, BN)
-        Ct = load_tile(C + b * c_sb + g * c_sg, rows, c_sl, mask, n, n < N, EVEN_N).to(DTYPE)
-        Bt = load_tile(B + b * b_sb + g * b_sg, rows, b_sl, mask, n, n < N, EVEN_N).to(DTYPE)
+        Ct = load_tile(Cp, q, c_sl, mask, n, n < N, EVEN_N).to(DTYPE)
+        Bt = load_tile(Bp, q, b_sl, mask, n, n < N, EVEN_N).to(DTYPE)
         acc = tl.dot(Ct, tl.trans(Bt), acc, input_precision=PREC)
-    at = scores + pid * (Q * Q) + q[:, None] * Q + q[None, :]
+    at = scores + pid * (Q * Q) + (q[:, None] * Q + q[None, :])
     tl.store(at, acc.to(scores.dtype.element_ty))
 
 
@@ -47,7 +58,7 @@ def scores_kernel(
 def states_kernel(
     x, B, vec, states, decays, L, H, G, NC, P, N, S, CPS, x_sb, x_sl, x_sh, b_sb, b_sl, b_sg,
     Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN_P: tl.constexpr, EVEN_N: tl.constexpr,
-    PREC: tl.constexpr, STAGES: tl.constexpr,
+    PREC: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """states [b, S, H, P, N], slot s + 1: the state after segment s had it begun with 0; decays [b, S, H] of segment s.
 
@@ -60,7 +71,7 @@ def states_kernel(
     h, rest = rest % H, rest // H
     s, b = rest % (S - 1), rest // (S - 1)
     g = h // (H // G)
-    q = tl.arange(0, Q)
+    q = tokens_of(Q, WIDE)
     p = (i_p * BP + tl.arange(0, BP)).to(tl.int32)
     n = (i_n * BN + tl.arange(0, BN)).to(tl.int32)
     xp = x + b * x_sb + h * x_sh
@@ -71,16 +82,16 @@ def states_kernel(
     state = tl.zeros([BP, BN], tl.float32)
     for k in tl.range(0, CPS, num_stages=STAGES):
         c = first + CPS - 1 - k
-        rows = c * Q + q
-        mask = rows < L
-        xt = load_tile(xp, rows, x_sl, mask, p, p < P, EVEN_P)
-        Bt = load_tile(Bp, rows, b_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
-        v = vp + c * (2 * Q)
+        row = pid * 0 + c * Q
+        mask = q < L - row
+        xt = load_tile(xp + row * x_sl, q, x_sl, mask, p, p < P, EVEN_P)
+        Bt = load_tile(Bp + row * b_sl, q, b_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
+        v = vp + row * 2
         end = tl.load(v + Q - 1)
         weight = tl.exp2(after + end - tl.load(v + q)) * tl.load(v + Q + q)
         after += end
         state = tl.dot((tl.trans(xt) * weight[None, :]).to(xt.dtype), Bt, state, input_precision=PREC)
-    to = states + ((b * S + s + 1) * H + h) * (P * N) + p[:, None] * N + n[None, :]
+    to = states + ((b * S + s + 1) * H + h) * (P * N) + (p[:, None] * N + n[None, :])
     tl.store(to, state, mask=(p < P)[:, None] & (n < N)[None, :])
     if (i_n == 0) & (i_p == 0):
         tl.store(decays + (b * S + s) * H + h, after)
@@ -107,7 +118,7 @@ def output_kernel(
     x, B, C, z, D, scores, vec, states, y, final, L, H, G, NC, P, N, S, CPS,
     x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, z_sb, z_sl, z_sh,
     Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN_P: tl.constexpr, EVEN_N: tl.constexpr,
-    HAS_D: tl.constexpr, D_CHANNELS: tl.constexpr, HAS_Z: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr,
+    HAS_D: tl.constexpr, D_CHANNELS: tl.constexpr, HAS_Z: tl.constexpr, PREC: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y of one segment, one head and a slice of its channels, chunk after chunk; BN holds the whole state dimension."""
     pid = tl.program_id(0).to(tl.int64)
@@ -116,7 +127,7 @@ def output_kernel(
     h, rest = rest % H, rest // H
     s, b = rest % S, rest // S
     g = h // (H // G)
-    q = tl.arange(0, Q)
+    q = tokens_of(Q, WIDE)
     p = (i_p * BP + tl.arange(0, BP)).to(tl.int32)
     n = tl.arange(0, BN)
     pn = p[:, None] * N + n[None, :]
@@ -131,16 +142,16 @@ def output_kernel(
     Bp = B + b * b_sb + g * b_sg
     Cp = C + b * c_sb + g * c_sg
     vp = vec + (b * H + h) * NC * (2 * Q)
-    sp = scores + (b * G + g) * NC * (Q * Q) + q[:, None] * Q + q[None, :]
+    sp = scores + (b * G + g) * NC * (Q * Q)
     causal = q[:, None] >= q[None, :]
     for c in tl.range(s * CPS, tl.minimum(s * CPS + CPS, NC), num_stages=STAGES):
-        rows = c * Q + q
-        mask = rows < L
-        xt = load_tile(xp, rows, x_sl, mask, p, p < P, EVEN_P)
-        Ct = load_tile(Cp, rows, c_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
-        Bt = load_tile(Bp, rows, b_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
-        score = tl.load(sp + c * (Q * Q)).to(tl.float32)
-        v = vp + c * (2 * Q)
+        row = pid * 0 + c * Q
+        mask = q < L - row
+        xt = load_tile(xp + row * x_sl, q, x_sl, mask, p, p < P, EVEN_P)
+        Ct = load_tile(Cp + row * c_sl, q, c_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
+        Bt = load_tile(Bp + row * b_sl, q, b_sl, mask, n, n < N, EVEN_N).to(xt.dtype)
+        score = tl.load(sp + row * Q + (q[:, None] * Q + q[None, :])).to(tl.float32)
+        v = vp + row * 2
         cum = tl.load(v + q)
         step = tl.load(v + Q + q)
         end = tl.load(v + Q - 1)
@@ -154,9 +165,9 @@ def output_kernel(
         if HAS_D:
             acc += xt.to(tl.float32) * d[None, :]
         if HAS_Z:
-            zt = load_tile(z + b * z_sb + h * z_sh, rows, z_sl, mask, p, p < P, EVEN_P).to(tl.float32)
+            zt = load_tile(z + b * z_sb + h * z_sh + row * z_sl, q, z_sl, mask, p, p < P, EVEN_P).to(tl.float32)
             acc *= zt * tl.sigmoid(zt)
-        to = y + ((b * L + rows) * H + h)[:, None] * P + p[None, :]
+        to = y + ((b * L + row) * H + h) * P + (q[:, None] * (H * P) + p[None, :])
         tl.store(to, acc.to(y.dtype.element_ty), mask=mask[:, None] & (p < P)[None, :])
     if s == S - 1:
         tl.store(final + (b * H + h) * (P * N) + pn, state, mask=pn_mask)
@@ -168,7 +179,7 @@ def segment_scores(B: Tensor, C: Tensor, s: Sizes, dtype: torch.dtype) -> Tensor
     BN = min(pad(s.N), 64)
     launch(
         scores_kernel, s.b * s.G * s.NC, B, C, scores, s.L, s.G, s.NC, s.N, *B.stride()[:3], *C.stride()[:3],
-        Q=s.Q, BN=BN, SLICES=triton.cdiv(s.N, BN), EVEN_N=s.N % BN == 0, PREC=precision(dtype), DTYPE=tl_dtype(dtype),
+        Q=s.Q, BN=BN, SLICES=triton.cdiv(s.N, BN), EVEN_N=s.N % BN == 0, PREC=precision(dtype), WIDE=wide(s.Q, B, C), DTYPE=tl_dtype(dtype),
         num_warps=4,
     )  # fmt: skip
     return scores
@@ -193,7 +204,7 @@ def segment_states(
     launch(
         states_kernel, grid, x, B, vec, states, decays, s.L, s.H, s.G, s.NC, s.P, s.N, S, chunks,
         *x.stride()[:3], *B.stride()[:3], Q=s.Q, BP=BP, BN=BN, EVEN_P=s.P % BP == 0, EVEN_N=s.N % BN == 0,
-        PREC=precision(x.dtype), STAGES=k.state_stages, num_warps=k.state_warps,
+        PREC=precision(x.dtype), WIDE=wide(s.Q, x, B), STAGES=k.state_stages, num_warps=k.state_warps,
     )  # fmt: skip
     block = 1024
     launch(
@@ -224,6 +235,6 @@ def forward(
         *x.stride()[:3], *B.stride()[:3], *C.stride()[:3], *zt.stride()[:3],
         Q=s.Q, BP=BP, BN=BN, EVEN_P=s.P % BP == 0, EVEN_N=s.N == BN, HAS_D=D is not None,
         D_CHANNELS=D is not None and D.dim() == 2, HAS_Z=z is not None, PREC=precision(x.dtype),
-        STAGES=k.out_stages, num_warps=k.out_warps,
+        WIDE=wide(s.Q, x, B, C, zt, y), STAGES=k.out_stages, num_warps=k.out_warps,
     )  # fmt: skip
     return y, final
