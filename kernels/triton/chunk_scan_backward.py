@@ -197,7 +197,8 @@ def chunk_kernel(
             to_mask = mask[:, None] & (p < P)[None, :]
             du = tl.dot(Bt, tl.trans(gt), input_precision=PREC) * to_end[:, None]
             pulled += tl.sum(du * xt.to(tl.float32), 1)
-            du = tl.dot(tl.trans(mixed), dt, du, input_precision=PREC) * step[:, None]
+            # Scaled, then added: an accumulator would chain the products, and warps would not share columns.
+            du = du * step[:, None] + tl.dot(tl.trans(mixed), dt, input_precision=PREC) * step[:, None]
             if HAS_D:
                 if D_CHANNELS:
                     d = tl.load(D + h * P + p, mask=p < P, other=0.0).to(tl.float32)
@@ -211,7 +212,7 @@ def chunk_kernel(
             seen += tl.sum(before * dt.to(tl.float32), 1)
             if HAS_Z:
                 weights = (mixed.to(tl.float32) * step[None, :]).to(dtype)
-                out = tl.dot(weights, xt, before * tl.exp2(cum)[:, None], input_precision=PREC)
+                out = before * tl.exp2(cum)[:, None] + tl.dot(weights, xt, input_precision=PREC)
                 if HAS_D:
                     out += xt.to(tl.float32) * d[None, :]
                 tl.store(dz + token + to, (raw.to(tl.float32) * out * slope).to(dz.dtype.element_ty), mask=to_mask)
