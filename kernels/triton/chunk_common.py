@@ -192,12 +192,13 @@ class Steps:
 HEADS_A_PROGRAM = 16
 
 
-def prepare(steps: Steps, s: Sizes, *, fold: bool = False) -> Tensor:
-    """vec [b, H, NC, 2, Q] fp32, see :func:`prep_kernel`."""
-    vec = torch.empty(s.b, s.H, s.NC, 2, s.Q, device=steps.dt.device, dtype=torch.float32)
-    grid = s.b * s.NC * triton.cdiv(s.H, HEADS_A_PROGRAM)
+def prepare(steps: Steps, s: Sizes, *, chunks: int | None = None, fold: bool = False) -> Tensor:
+    """vec [b, H, NC, 2, Q] fp32, see :func:`prep_kernel`; ``chunks``: NC, if more than hold the tokens."""
+    NC = chunks or s.NC
+    vec = torch.empty(s.b, s.H, NC, 2, s.Q, device=steps.dt.device, dtype=torch.float32)
+    grid = s.b * NC * triton.cdiv(s.H, HEADS_A_PROGRAM)
     launch(
-        prep_kernel, grid, *steps.arguments, vec, s.L, s.H, s.NC, *steps.limits,
+        prep_kernel, grid, *steps.arguments, vec, s.L, s.H, NC, *steps.limits,
         Q=s.Q, BH=HEADS_A_PROGRAM, **steps.flags, FOLD=fold, num_warps=4,
     )  # fmt: skip
     return vec

@@ -23,6 +23,17 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Hopper:
+    """Choices of the forward in Gluon. ``pieces``: programs; all are at work at once where there are no more than processors."""
+
+    pieces: int = 132
+    out_stages: int = 3
+    out_registers: int = 232
+    state_stages: int = 3
+    state_registers: int = 160
+
+
+@dataclass(frozen=True)
 class Backward:
     """Choices of the portable backward. ``workspace`` bounds the bytes of states that are alive at once."""
 

@@ -15,7 +15,7 @@ from latentscan.kernels.reference.ssm_common import absent, check_limits, heads_
 from latentscan.kernels.triton import chunk_scan_backward as plain_backward
 from latentscan.kernels.triton import chunk_scan_forward as plain_forward
 from latentscan.kernels.triton.chunk_common import Steps, pad, rows_of, sequence_starts
-from latentscan.kernels.triton.chunk_configs import Backward, Device, Forward, backward_config, forward_config
+from latentscan.kernels.triton.chunk_configs import Backward, Device, Forward, Hopper, backward_config, forward_config
 
 LARGEST = 256  # of P and of N
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -67,7 +67,7 @@ def chunk_scan(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
-    config: Forward | None = None,
+    config: Forward | Hopper | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y like x and the fp32 final state [b, H, P, N]; see :func:`latentscan.kernels.reference.ssm.chunk_scan`.
 
@@ -81,6 +81,12 @@ def chunk_scan(
         x, dt, A, B, C, D, z, dt_bias, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_min, dt_max
     )
     with _on(x):
+        if isinstance(config, Hopper):
+            from latentscan.kernels.triton import chunk_scan_gluon
+
+            if reason := chunk_scan_gluon.refusal(x, B, C, D, z):
+                raise ValueError(reason)
+            return chunk_scan_gluon.forward(x, steps, B, C, D, z, init_state, config)
         return plain_forward.forward(x, steps, B, C, D, z, init_state, config or _forward(x, B))
 
 
