@@ -45,7 +45,7 @@ def compile_launches(run: Callable[[], Any], capability: int = 90) -> list[Compi
     """
     found: dict[Any, Compiled] = {}
 
-    def record(kernel: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
+    def record(kernel: Any, grid: int, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
         options = {k: v for k, v in meta.items() if k in OPTIONS}
         source, key = _source(kernel, args, {k: v for k, v in meta.items() if k not in OPTIONS}, capability)
         key = (kernel.__name__, key, tuple(sorted(options.items())))

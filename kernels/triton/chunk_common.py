@@ -21,8 +21,8 @@ from torch import Tensor
 GONE = tl.constexpr(-160.0)  # log2 of a decay that is 0 in fp32
 LOG2E = tl.constexpr(math.log2(math.e))
 
-# Set by the ahead-of-time compiler (kernels/triton/aot.py): called instead of launching.
-recorder: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
+# Called instead of launching, by who compiles ahead of time (aot.py) or times the launches.
+recorder: Callable[[Any, int, tuple[Any, ...], dict[str, Any]], None] | None = None
 
 
 def launch(kernel: Any, grid: int, *args: Any, **meta: Any) -> None:
@@ -30,7 +30,7 @@ def launch(kernel: Any, grid: int, *args: Any, **meta: Any) -> None:
     if grid == 0:
         return
     if recorder is not None:
-        recorder(kernel, args, meta)
+        recorder(kernel, grid, args, meta)
         return
     kernel[(grid,)](*args, **meta)
 

@@ -41,7 +41,7 @@ class Backward:
     block_p: int = 64
     heads: int = 10
     warps: int = 8
-    stages: int = 1
+    stages: int = 2
     group_p: int = 64
     group_n: int = 64
     group_warps: int = 4

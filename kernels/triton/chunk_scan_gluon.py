@@ -34,6 +34,7 @@ from latentscan.kernels.triton.chunk_scan_forward import segment_scores
 
 WIDTH = 64  # channels of a head, as the kernels see it
 CHUNK = 64
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # 3.7, 3.6
 
 
 @gluon.jit
@@ -159,7 +160,7 @@ def output_consumer(
             if valid:
                 tma.async_copy_shared_to_global(y, [b * L + c * Q, (h0 + w) * P], sYw)
             S = warpgroup_mma_wait(0, deps=[S])
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(empty.index(k), count=1)
             n += 1
         if valid & (ce == NC):
@@ -251,7 +252,7 @@ def states_consumer(
         xs = (sX.index(k * 2 + w).permute((1, 0)).load(left_n).to(gl.float32) * weight[None, :]).to(dtype)
         S = warpgroup_mma(xs, sB.index(k), S, is_async=True)
         S = warpgroup_mma_wait(0, deps=[S])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index(k), count=1)
     gl.store(added + (pid * 2 + w).to(gl.int64) * (P * N) + pr[:, None] * N + nn[None, :], S)
     gl.store(decays + pid * 2 + w, after)
@@ -386,7 +387,7 @@ def forward(
     cut = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
     xw = x.view(s.b, s.L, heads, WIDTH) if split > 1 else x
     yw = y.view(s.b, s.L, heads, WIDTH)
-    if K > units or T % K:
+    if K != units:
         launch(
             states_gluon_kernel, K, descriptor(xw, 2 * CHUNK, WIDTH), descriptor(B, 2 * CHUNK, s.N), vec, states[0],
             decays, *(s.L, NC, s.G, UG, share, heads, T, K), **cut,
