@@ -81,6 +81,8 @@ def forward_config(P: int, N: int, dtype: torch.dtype, heads: int, chunks_of_64:
     """For heads = batch x H programs side by side. ``P`` and ``N`` are padded to powers of two."""
     wide = N * dtype.itemsize > 256  # more than 128 halves: smaller tiles
     k = Forward(chunk=64, out_p=min(P, 64), state_p=min(P, 64), state_n=min(N, 128))
+    if dtype.itemsize > 2:
+        k = replace(k, out_p=min(P, 32), out_stages=1, state_n=min(N, 64), state_stages=2)
     if wide:
         k = replace(k, chunk=32 if N * dtype.itemsize > 512 else 64, out_p=min(P, 32), state_n=64, out_stages=1)
         k = replace(k, state_stages=2)
@@ -92,15 +94,22 @@ def forward_config(P: int, N: int, dtype: torch.dtype, heads: int, chunks_of_64:
     return replace(k, segments=min(segments, max(1, chunks // 4)))
 
 
-def backward_config(P: int, N: int, dtype: torch.dtype, group_heads: int, device: Device) -> Backward:
-    """``group_heads``: heads that share a group of B and C."""
+def backward_config(
+    P: int, N: int, dtype: torch.dtype, group_heads: int, device: Device, *, gated: bool = False
+) -> Backward:
+    """``group_heads``: heads that share a group of B and C; ``gated``: there is a z."""
     width = N * dtype.itemsize
-    k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 64), group_p=min(P, 64), group_n=min(N, 64), state_p=min(P, 64), state_n=min(N, 128))
+    k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 64), group_p=min(P, 64), group_n=min(N, 64))
+    k = replace(k, state_p=min(P, 64), state_n=min(N, 128))
+    if P > 64 or dtype.itemsize > 2 or gated:
+        k = replace(k, stages=1)
+    if dtype.itemsize > 2:
+        k = replace(k, block_p=min(P, 32), group_stages=2, walk_stages=2, state_stages=2, state_n=min(N, 64))
     if width > 256:
-        k = replace(k, chunk=32, block_p=min(P, 32), state_n=64, state_stages=2)
+        k = replace(k, chunk=32, block_p=min(P, 32), state_n=min(N, 64), state_stages=2, stages=1, group_stages=2)
     if width > 512:
         k = replace(k, chunk=16, block_p=16)
     if device.capability < (9, 0):
-        k = replace(k, walk_stages=2, state_stages=2)
+        k = replace(k, walk_stages=2, state_stages=2, group_stages=min(k.group_stages, 3))
     splits = max(1, -(-group_heads // k.heads))
     return replace(k, heads=-(-group_heads // splits))

@@ -110,7 +110,7 @@ def chunk_scan_backward(
     dy = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else rows_of(dy)
     with _on(x):
         grads: Any = plain_backward.backward(
-            dy, dfinal_state, x, steps, B, C, D, z, init_state, config or _backward(x, B)
+            dy, dfinal_state, x, steps, B, C, D, z, init_state, config or _backward(x, B, z)
         )
     return tuple(absent(x) if grad is None else grad for grad in grads)
 
@@ -121,9 +121,9 @@ def _forward(x: Tensor, B: Tensor) -> Forward:
     return forward_config(pad(P), pad(B.shape[-1]), x.dtype, batch * heads, -(-length // 64), device)
 
 
-def _backward(x: Tensor, B: Tensor) -> Backward:
+def _backward(x: Tensor, B: Tensor, z: Tensor | None) -> Backward:
     heads, P = x.shape[2:]
-    return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], Device.of(x.device))
+    return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], Device.of(x.device), gated=z is not None)
 
 
 def _on(x: Tensor) -> Any:

@@ -34,7 +34,7 @@ NUMERICS: dict[str, tuple[Any, ...]] = {
     "plain z init packed": ((2, 500, 8, 64, 2, 128), BF16, {"packed": True}, Forward(segments=3), None),
     "plain fp32": ((2, 300, 4, 64, 2, 64), FP32, {"packed": True}, Forward(segments=2, out_stages=1), None),
     "plain fp16 in_proj D[H,P]": ((2, 257, 6, 64, 1, 128), FP16, {"strided": True, "channels": True}, None, None),
-    "plain P80 N48": ((2, 130, 4, 80, 2, 48), BF16, {}, Forward(segments=1, out_p=64), None),
+    "plain P80 N48": ((2, 130, 4, 80, 2, 48), BF16, {}, Forward(segments=2, out_p=32), None),
     "plain P128 N256 fp32": ((1, 150, 2, 128, 1, 256), FP32, {}, None, None),
     "shipped P256 N256": ((1, 150, 2, 256, 1, 256), BF16, {}, None, None),
     "shipped bf16 L1": ((2, 1, 8, 64, 2, 128), BF16, {}, None, None),
