@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from latentscan.kernels.reference.ssm_common import absent, check_limits, heads_of
@@ -18,6 +19,7 @@ from latentscan.kernels.triton.chunk_common import Steps, pad, rows_of, sequence
 from latentscan.kernels.triton.chunk_configs import Backward, Device, Forward, Hopper, backward_config, forward_config
 
 LARGEST = 256  # of P and of N
+GLUON_VERSIONS = ("3.6", "3.7")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -81,13 +83,14 @@ def chunk_scan(
         x, dt, A, B, C, D, z, dt_bias, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_min, dt_max
     )
     with _on(x):
-        if isinstance(config, Hopper):
-            from latentscan.kernels.triton import chunk_scan_gluon
+        config = config or choose_forward(x, B, C, D, z)
+        if isinstance(config, Forward):
+            return plain_forward.forward(x, steps, B, C, D, z, init_state, config)
+        from latentscan.kernels.triton import chunk_scan_gluon
 
-            if reason := chunk_scan_gluon.refusal(x, B, C, D, z):
-                raise ValueError(reason)
-            return chunk_scan_gluon.forward(x, steps, B, C, D, z, init_state, config)
-        return plain_forward.forward(x, steps, B, C, D, z, init_state, config or _forward(x, B))
+        if reason := chunk_scan_gluon.refusal(x, B, C, D, z):
+            raise ValueError(reason)
+        return chunk_scan_gluon.forward(x, steps, B, C, D, z, init_state, config)
 
 
 def chunk_scan_backward(
@@ -115,15 +118,28 @@ def chunk_scan_backward(
     return tuple(absent(x) if grad is None else grad for grad in grads)
 
 
-def _forward(x: Tensor, B: Tensor) -> Forward:
+def choose_forward(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> Forward | Hopper:
+    """The shipped choice: Gluon on Hopper for the shapes it takes and the Triton it is known to work with."""
     batch, length, heads, P = x.shape
     device = Device.of(x.device)
+    if x.is_cuda and device.capability == (9, 0) and gluon_works():
+        from latentscan.kernels.triton import chunk_scan_gluon
+
+        if chunk_scan_gluon.refusal(x, B, C, D, z) is None:
+            return Hopper(pieces=device.processors)
     return forward_config(pad(P), pad(B.shape[-1]), x.dtype, batch * heads, -(-length // 64), device)
+
+
+def gluon_works() -> bool:
+    """Gluon is experimental: only versions of Triton that our kernels were compiled with count."""
+    return triton.__version__.rpartition(".")[0] in GLUON_VERSIONS
 
 
 def _backward(x: Tensor, B: Tensor, z: Tensor | None) -> Backward:
     heads, P = x.shape[2:]
-    return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], Device.of(x.device), gated=z is not None)
+    return backward_config(
+        pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], Device.of(x.device), gated=z is not None
+    )
 
 
 def _on(x: Tensor) -> Any:

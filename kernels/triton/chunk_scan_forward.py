@@ -1,10 +1,10 @@
 """The chunk scan, forward, in portable Triton: two passes over segments of chunks.
 
-    prep      decay and step of every token                               (chunk_common)
-    scores    C·Bᵀ of every chunk, once per group
-    states    what each segment but the last adds to the state            (one program a head, slice and segment)
-    carry     the state before each segment, by a scan over segments
-    output    y, keeping the fp32 state of the segment in registers; the final state
+prep      decay and step of every token                               (chunk_common)
+scores    C·Bᵀ of every chunk, once per group
+states    what each segment but the last adds to the state            (one program a head, slice and segment)
+carry     the state before each segment, by a scan over segments
+output    y, keeping the fp32 state of the segment in registers; the final state
 """
 
 from __future__ import annotations
