@@ -1,8 +1,8 @@
 """What the kernels of the chunk scan share: launching, the per-token decay vectors, the layout of the inputs.
 
 Decay is kept per token as ``cum``, the running sum of ``A dt' log2(e)`` within its chunk, so that the decay between two
-tokens of a chunk is ``exp2(cum_i - cum_j) <= 1``. Each token's term is clamped to [-160, 0]: 2^-160 is 0 in fp32, and the
-sum stays small enough to be exact to a few 1e-4 whatever A and dt are. The first token of a packed sequence has the
+tokens of a chunk is ``exp2(cum_i - cum_j) <= 1``. Each token's term is clamped to [-160, 0]: 2^-160 is 0 in fp32, and
+the sum stays small enough to be exact to a few 1e-4 whatever A and dt are. The first token of a packed sequence has the
 term -160: the state before it vanishes, and no other kernel needs to know of packing.
 """
 
@@ -95,8 +95,7 @@ def load_tile(ptr, rows, row_stride, row_mask, cols, col_mask, EVEN: tl.constexp
     at = ptr + (rows[:, None] * row_stride + cols[None, :])
     if EVEN:
         return tl.load(at, mask=row_mask[:, None], other=0.0)
-    else:
-        return tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
+    return tl.load(at, mask=row_mask[:, None] & col_mask[None, :], other=0.0)
 
 
 @triton.jit
@@ -147,7 +146,7 @@ def prep_kernel(
     h = block * BH + tl.arange(0, BH)
     mask = (token < L)[:, None] & (h < H)[None, :]
     at = b * s_b + token[:, None] * s_l + h[None, :] * s_h
-    raw, free, step = time_step(dt, bias, at, h, mask, h < H, dt_min, dt_max, SOFTPLUS, HAS_BIAS)
+    _, _, step = time_step(dt, bias, at, h, mask, h < H, dt_min, dt_max, SOFTPLUS, HAS_BIAS)
     decay = step * (tl.load(A + h, mask=h < H, other=0.0).to(tl.float32) * LOG2E)[None, :]
     decay = tl.minimum(tl.maximum(decay, GONE), 0.0)
     if PACKED:

@@ -24,7 +24,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Hopper:
-    """Choices of the forward in Gluon. ``pieces``: programs; all are at work at once where there are no more than processors."""
+    """Choices of the forward in Gluon. ``pieces``: programs; one a processor, so that all are at work at once."""
 
     pieces: int = 132
     out_stages: int = 3

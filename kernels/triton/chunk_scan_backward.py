@@ -13,7 +13,6 @@ to the first, so that memory is bounded; in 16 bits for 16-bit inputs, the runni
 
 from __future__ import annotations
 
-
 import torch
 import triton
 import triton.language as tl
@@ -38,11 +37,10 @@ from latentscan.kernels.triton.chunk_scan_forward import segment_scores, segment
 
 @triton.jit
 def gated(dy, z, DTYPE: tl.constexpr):
-    """(gradient before the gate, in DTYPE; silu(z); d silu(z))."""
+    """(gradient before the gate, in DTYPE; derivative of silu)."""
     zt = z.to(tl.float32)
     gate = tl.sigmoid(zt)
-    silu = zt * gate
-    return (dy.to(tl.float32) * silu).to(DTYPE), silu, gate * (1.0 + zt * (1.0 - gate))
+    return (dy.to(tl.float32) * zt * gate).to(DTYPE), gate * (1.0 + zt * (1.0 - gate))
 
 
 @triton.jit
@@ -100,7 +98,7 @@ def walk_kernel(
             dt = load_tile(dp + row * dy_sl, q, dy_sl, mask, p, p < P, EVEN_P)
             if HAS_Z:
                 zt = load_tile(zp + row * z_sl, q, z_sl, mask, p, p < P, EVEN_P)
-                dt, silu, slope = gated(dt, zt, hs.dtype.element_ty)
+                dt, _ = gated(dt, zt, hs.dtype.element_ty)
             dt = dt.to(hs.dtype.element_ty)
             Ct = load_tile(Cp + row * c_sl, q, c_sl, mask, n, n < N, EVEN_N).to(dt.dtype)
             v = vp + row * 2
@@ -165,7 +163,7 @@ def chunk_kernel(
             raw = load_tile(yp, q, dy_sl, mask, p, p < P, EVEN_P)
             dt = raw.to(dtype)
             if HAS_Z:
-                dt, silu, slope = gated(raw, load_tile(zp, q, z_sl, mask, p, p < P, EVEN_P), dtype)
+                dt, slope = gated(raw, load_tile(zp, q, z_sl, mask, p, p < P, EVEN_P), dtype)
             inner = tl.dot(dt, tl.trans(xt), inner, input_precision=PREC)
         if HAS_D and not D_CHANNELS:
             same = tl.where(q[:, None] == q[None, :], inner, 0.0)
@@ -189,7 +187,7 @@ def chunk_kernel(
                 raw = load_tile(yp, q, dy_sl, mask, p, p < P, EVEN_P)
                 dt = raw.to(dtype)
                 if HAS_Z:
-                    dt, silu, slope = gated(raw, load_tile(zp, q, z_sl, mask, p, p < P, EVEN_P), dtype)
+                    dt, slope = gated(raw, load_tile(zp, q, z_sl, mask, p, p < P, EVEN_P), dtype)
                 pn = p[:, None] * N + n[None, :]
                 gt = tl.load(gs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
                 ht = tl.load(hs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
@@ -245,7 +243,7 @@ def groups_kernel(
     mask = q < L - row
     dtype = hs.dtype.element_ty
     pair = tl.zeros([Q, Q], tl.float32)
-    for run in range(0, RUNS):
+    for run in range(RUNS):
         pair += tl.load(pairs + (((run * count + k) * batch + b) * G + g) * (Q * Q) + (q[:, None] * Q + q[None, :]))
     share = H // G
     vp = vec + c * (2 * Q)
@@ -260,7 +258,7 @@ def groups_kernel(
             dt = load_tile(dy + b * dy_sb + h * dy_sh + row * dy_sl, q, dy_sl, mask, p, p < P, EVEN_P)
             if HAS_Z:
                 zt = load_tile(z + b * z_sb + h * z_sh + row * z_sl, q, z_sl, mask, p, p < P, EVEN_P)
-                dt, silu, slope = gated(dt, zt, dtype)
+                dt, _ = gated(dt, zt, dtype)
             place = ((k * batch + b) * H + h) * (P * N)
             pn = p[:, None] * N + n[None, :]
             ht = tl.load(hs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)

@@ -61,7 +61,7 @@ def states_kernel(
     Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN_P: tl.constexpr, EVEN_N: tl.constexpr,
     PREC: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """states [b, S, H, P, N], slot s + 1: the state after segment s had it begun with 0; decays [b, S, H] of segment s.
+    """states [b, S, H, P, N], slot s + 1: the state after segment s if it began with 0; decays [b, S, H] of segment s.
 
     From the last chunk to the first, so that the sum needs no rescaling.
     """
@@ -119,7 +119,8 @@ def output_kernel(
     x, B, C, z, D, scores, vec, states, y, final, L, H, G, NC, P, N, S, CPS,
     x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, z_sb, z_sl, z_sh,
     Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, EVEN_P: tl.constexpr, EVEN_N: tl.constexpr,
-    HAS_D: tl.constexpr, D_CHANNELS: tl.constexpr, HAS_Z: tl.constexpr, PREC: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    HAS_D: tl.constexpr, D_CHANNELS: tl.constexpr, HAS_Z: tl.constexpr, PREC: tl.constexpr, WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """y of one segment, one head and a slice of its channels, chunk after chunk; BN holds the whole state dimension."""
     pid = tl.program_id(0).to(tl.int64)
@@ -181,8 +182,8 @@ def segment_scores(B: Tensor, C: Tensor, s: Sizes, dtype: torch.dtype, chunks: i
     BN = min(pad(s.N), 64)
     launch(
         scores_kernel, s.b * s.G * NC, B, C, scores, s.L, s.G, NC, s.N, *B.stride()[:3], *C.stride()[:3],
-        Q=s.Q, BN=BN, SLICES=triton.cdiv(s.N, BN), EVEN_N=s.N % BN == 0, PREC=precision(dtype), WIDE=wide(s.Q, B, C), DTYPE=tl_dtype(dtype),
-        num_warps=4,
+        Q=s.Q, BN=BN, SLICES=triton.cdiv(s.N, BN), EVEN_N=s.N % BN == 0, PREC=precision(dtype),
+        WIDE=wide(s.Q, B, C), DTYPE=tl_dtype(dtype), num_warps=4,
     )  # fmt: skip
     return scores
 

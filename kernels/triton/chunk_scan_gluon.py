@@ -45,10 +45,10 @@ def piece(pid, K, T):
 
 @gluon.jit
 def unit_of(u, G, UG, share):
-    """(batch row, group, first head, end of the group's heads) of a unit; ``UG`` units and ``share`` heads a group."""
+    """(batch row, group, first head) of a unit; ``UG`` units and ``share`` heads a group."""
     bg = u // UG
     g = bg % G
-    return bg // G, g, g * share + (u % UG) * 2, (g + 1) * share
+    return bg // G, g, g * share + (u % UG) * 2
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def output_producer(
 ):  # fmt: skip
     u = f0 // NC
     c = f0 % NC
-    b, g, h0, end = unit_of(u, G, UG, share)
+    b, g, h0 = unit_of(u, G, UG, share)
     for i in range(f1 - f0):
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
@@ -74,7 +74,7 @@ def output_producer(
         if c == NC:
             c = 0
             u += 1
-            b, g, h0, end = unit_of(u, G, UG, share)
+            b, g, h0 = unit_of(u, G, UG, share)
 
 
 @gluon.jit
@@ -105,9 +105,9 @@ def output_consumer(
     sYw = sY.index(w)
     n = 0
     for u in range(f0 // NC, (f1 - 1) // NC + 1):
-        b, g, h0, end = unit_of(u, G, UG, share)
+        b, g, h0 = unit_of(u, G, UG, share)
         h = min(h0 + w, H - 1)
-        valid = h0 + w < end
+        valid = h0 + w < (g + 1) * share
         cs = max(f0 - u * NC, 0)
         ce = min(f1 - u * NC, NC)
         S = gl.zeros([P, N], gl.float32, layout=mn)
@@ -269,7 +269,7 @@ def states_gluon_kernel(
     f0 = piece(pid, K, T)
     f1 = piece(pid + 1, K, T)
     u = (f1 - 1) // NC
-    b, g, h0, end = unit_of(u, G, UG, share)
+    b, g, h0 = unit_of(u, G, UG, share)
     cs = max(f0 - u * NC, 0)
     c1 = f1 - u * NC
     n = gl.where(c1 == NC, 0, (c1 - cs) // 2)
@@ -387,10 +387,10 @@ def forward(
     cut = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
     xw = x.view(s.b, s.L, heads, WIDTH) if split > 1 else x
     yw = y.view(s.b, s.L, heads, WIDTH)
-    if K != units:
+    if units != K:
         launch(
             states_gluon_kernel, K, descriptor(xw, 2 * CHUNK, WIDTH), descriptor(B, 2 * CHUNK, s.N), vec, states[0],
-            decays, *(s.L, NC, s.G, UG, share, heads, T, K), **cut,
+            decays, *sizes, **cut,
             ST=k.state_stages, RC=k.state_registers, RP=24, num_warps=4,
         )  # fmt: skip
         block = 512

@@ -265,7 +265,7 @@ def jobs(quick: bool) -> list[tuple[str, str, int, str]]:
 def attempt(run: Callable[[], str]) -> str:
     try:
         return run()
-    except Exception as e:  # the other rows still run
+    except Exception as e:  # noqa: BLE001  (the other rows still run)
         text = " ".join(str(e).split())
         return f"FAILED {type(e).__name__}: {text[:160]}"
 
