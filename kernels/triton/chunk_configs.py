@@ -5,6 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
+
+LARGEST = 256  # of head_dim and of d_state
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refusal(x: Tensor, B: Tensor) -> str | None:
+    """Why the kernels cannot take such tensors (or fake ones); None if they can."""
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}; the kernels take bfloat16, float16 and float32"
+    if x.shape[-1] > LARGEST or B.shape[-1] > LARGEST:
+        return f"head_dim {x.shape[-1]} and d_state {B.shape[-1]} must be at most {LARGEST}"
+    return None
 
 
 @dataclass(frozen=True)

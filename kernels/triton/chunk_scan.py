@@ -16,20 +16,17 @@ from latentscan.kernels.reference.ssm_common import absent, check_limits, heads_
 from latentscan.kernels.triton import chunk_scan_backward as plain_backward
 from latentscan.kernels.triton import chunk_scan_forward as plain_forward
 from latentscan.kernels.triton.chunk_common import Steps, pad, rows_of, sequence_starts
-from latentscan.kernels.triton.chunk_configs import Backward, Device, Forward, Hopper, backward_config, forward_config
+from latentscan.kernels.triton.chunk_configs import (
+    Backward,
+    Device,
+    Forward,
+    Hopper,
+    backward_config,
+    forward_config,
+    refusal,
+)
 
-LARGEST = 256  # of P and of N
 GLUON_VERSIONS = ("3.6", "3.7")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def refusal(x: Tensor, B: Tensor) -> str | None:
-    """Why these kernels cannot take such tensors; None if they can."""
-    if x.dtype not in DTYPES:
-        return f"x is {x.dtype}; the kernels take bfloat16, float16 and float32"
-    if x.shape[-1] > LARGEST or B.shape[-1] > LARGEST:
-        return f"head_dim {x.shape[-1]} and d_state {B.shape[-1]} must be at most {LARGEST}"
-    return None
 
 
 def _checked(
