@@ -41,6 +41,7 @@ class Hopper:
 
     pieces: int = 132
     out_stages: int = 3
+    gated_stages: int = 2
     out_registers: int = 232
     state_stages: int = 3
     state_registers: int = 160
@@ -57,6 +58,7 @@ class Backward:
     stages: int = 2
     group_p: int = 64
     group_n: int = 64
+    group_heads: int = 20
     group_warps: int = 4
     group_stages: int = 4
     walk_p: int = 64
@@ -72,22 +74,22 @@ class Backward:
 
 @dataclass(frozen=True)
 class Device:
-    """What the choice depends on: compute capability, processors, shared memory of a program in bytes."""
+    """What the choice depends on: compute capability, processors, bytes of second-level cache."""
 
     capability: tuple[int, int]
     processors: int
-    shared: int
+    cache: int
 
     @staticmethod
     def of(device: torch.device) -> Device:
         if device.type != "cuda":
             return H200  # the interpreter and the ahead-of-time compiler
         p = torch.cuda.get_device_properties(device)
-        return Device((p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin)
+        return Device((p.major, p.minor), p.multi_processor_count, p.L2_cache_size)
 
 
-H200 = Device((9, 0), 132, 227 << 10)
-A100 = Device((8, 0), 108, 163 << 10)
+H200 = Device((9, 0), 132, 50 << 20)
+A100 = Device((8, 0), 108, 40 << 20)
 
 
 def forward_config(P: int, N: int, dtype: torch.dtype, heads: int, chunks_of_64: int, device: Device) -> Forward:
@@ -105,6 +107,19 @@ def forward_config(P: int, N: int, dtype: torch.dtype, heads: int, chunks_of_64:
     segments = max(1, round(4 * device.processors / programs))
     chunks = chunks_of_64 * 64 // k.chunk
     return replace(k, segments=min(segments, max(1, chunks // 4)))
+
+
+def hopper_config(units: int, shared_bytes: int, device: Device) -> Hopper:
+    """For ``units`` pairs of heads that read ``shared_bytes`` of B, C and scores.
+
+    As many pieces as processors keep them all at work. Where what the units share does not stay in the cache, whole
+    numbers of pieces a unit keep them at the same place of the sequence, so that it is read once.
+    """
+    pieces = device.processors
+    aligned = pieces // units * units
+    if shared_bytes > device.cache // 2 and aligned >= 0.75 * pieces:
+        pieces = aligned
+    return Hopper(pieces=pieces)
 
 
 def backward_config(

@@ -23,6 +23,7 @@ from latentscan.kernels.triton.chunk_configs import (
     Hopper,
     backward_config,
     forward_config,
+    hopper_config,
     refusal,
 )
 
@@ -123,7 +124,9 @@ def choose_forward(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor 
         from latentscan.kernels.triton import chunk_scan_gluon
 
         if chunk_scan_gluon.refusal(x, B, C, D, z) is None:
-            return Hopper(pieces=device.processors)
+            G, N = B.shape[2:]
+            units = batch * G * -(-(heads // G * (P // 64)) // 2)
+            return hopper_config(units, batch * length * G * (2 * N + 64) * 2, device)
     return forward_config(pad(P), pad(B.shape[-1]), x.dtype, batch * heads, -(-length // 64), device)
 
 

@@ -53,8 +53,8 @@ def unit_of(u, G, UG, share):
 
 @gluon.jit
 def output_producer(
-    x, B, C, scores, sX, sB, sC, sG, full, empty, f0, f1, L, NC, G, UG, share,
-    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr,
+    x, B, C, scores, z, sX, sB, sC, sG, sZ, full, empty, f0, f1, L, NC, G, UG, share,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, HAS_Z: gl.constexpr,
 ):  # fmt: skip
     u = f0 // NC
     c = f0 % NC
@@ -63,13 +63,19 @@ def output_producer(
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         bar = full.index(s)
-        mbarrier.expect(bar, (2 * Q * N + 2 * Q * P + Q * Q) * 2)
+        if HAS_Z:
+            mbarrier.expect(bar, (2 * Q * N + 4 * Q * P + Q * Q) * 2)
+        else:
+            mbarrier.expect(bar, (2 * Q * N + 2 * Q * P + Q * Q) * 2)
         row = b * L + c * Q
         tma.async_copy_global_to_shared(scores, [((b * G + g) * NC + c) * Q, 0], bar, sG.index(s))
         tma.async_copy_global_to_shared(C, [row, g * N], bar, sC.index(s))
         tma.async_copy_global_to_shared(x, [row, h0 * P], bar, sX.index(s * 2))
         tma.async_copy_global_to_shared(x, [row, (h0 + 1) * P], bar, sX.index(s * 2 + 1))
         tma.async_copy_global_to_shared(B, [row, g * N], bar, sB.index(s))
+        if HAS_Z:
+            tma.async_copy_global_to_shared(z, [row, h0 * P], bar, sZ.index(s * 2))
+            tma.async_copy_global_to_shared(z, [row, (h0 + 1) * P], bar, sZ.index(s * 2 + 1))
         c += 1
         if c == NC:
             c = 0
@@ -79,7 +85,7 @@ def output_producer(
 
 @gluon.jit
 def output_consumer(
-    w: gl.constexpr, y, sX, sB, sC, sG, sS, sY, sV, full, empty, vec, starts, init, final, D, z, z_sb, z_sl,
+    w: gl.constexpr, y, sX, sB, sC, sG, sZ, sS, sY, sV, full, empty, vec, starts, init, final, D,
     f0, f1, pid, L, NC, G, UG, share, H,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr,
     HAS_INIT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
@@ -97,8 +103,6 @@ def output_consumer(
     vi = gl.arange(0, 2 * Q, layout=flat)
     pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
     nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
-    zr = gl.arange(0, Q, layout=gl.SliceLayout(1, mp))
-    zc = gl.arange(0, P, layout=gl.SliceLayout(0, mp))
     zero = gl.zeros([Q, P], gl.float32, layout=mp)
     pn = pr[:, None] * N + nn[None, :]
     sSw = sS.index(w)
@@ -125,9 +129,6 @@ def output_consumer(
             k = n % ST
             sVk = sV.index(w * 2 + (n & 1))
             sXk = sX.index(k * 2 + w)
-            if HAS_Z:
-                at = z + b.to(gl.int64) * z_sb + (c * Q).to(gl.int64) * z_sl + h * P
-                zt = gl.load(at + (zr[:, None] * z_sl + zc[None, :]), mask=(zr < L - c * Q)[:, None], other=0.0)
             ci = sVk.slice(0, Q).load(gl.SliceLayout(1, mm))
             cj = sVk.slice(Q, Q).load(gl.SliceLayout(0, mm))
             ej = sVk.slice(Q - 1, 1).load(gl.SliceLayout(0, mm))
@@ -152,7 +153,7 @@ def output_consumer(
             sV.index(w * 2 + ((n + 1) & 1)).store(following)
             following = gl.load(pv + min(c + 2, ce - 1) * (2 * Q))
             if HAS_Z:
-                gate = zt.to(gl.float32)
+                gate = sZ.index(k * 2 + w).load(mp).to(gl.float32)
                 out = out * (gate / (1.0 + gl.exp2(gate * -1.4426950408889634)))
             tma.store_wait(0)
             sYw.store(out.to(dtype))
@@ -170,7 +171,7 @@ def output_consumer(
 
 @gluon.jit
 def output_gluon_kernel(
-    x, B, C, scores, y, vec, starts, init, final, D, z, z_sb, z_sl, L, NC, G, UG, share, H, T, K,
+    x, B, C, scores, y, z, vec, starts, init, final, D, L, NC, G, UG, share, H, T, K,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
     SPLIT: gl.constexpr, HAS_INIT: gl.constexpr, HAS_D: gl.constexpr, HAS_Z: gl.constexpr,
 ):  # fmt: skip
@@ -182,6 +183,9 @@ def output_gluon_kernel(
     sB = gl.allocate_shared_memory(B.dtype, [ST, Q, N], B.layout)
     sC = gl.allocate_shared_memory(C.dtype, [ST, Q, N], C.layout)
     sG = gl.allocate_shared_memory(scores.dtype, [ST, Q, Q], scores.layout)
+    sZ = sX
+    if HAS_Z:
+        sZ = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], z.layout)
     sS = gl.allocate_shared_memory(x.dtype, [2, P, N], B.layout)
     sY = gl.allocate_shared_memory(x.dtype, [2, Q, P], y.layout)
     sV = gl.allocate_shared_memory(gl.float32, [4, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -194,9 +198,9 @@ def output_gluon_kernel(
     # Arguments are written in place: a tuple in a variable would turn constants into tensors.
     gl.warp_specialize(
         [
-            (output_consumer, (0, y, sX, sB, sC, sG, sS, sY, sV, full, empty, vec, starts, init, final, D, z, z_sb, z_sl, f0, f1, pid, L, NC, G, UG, share, H, Q, P, N, ST, SPLIT, HAS_INIT, HAS_D, HAS_Z)),  # noqa: E501
-            (output_consumer, (1, y, sX, sB, sC, sG, sS, sY, sV, full, empty, vec, starts, init, final, D, z, z_sb, z_sl, f0, f1, pid, L, NC, G, UG, share, H, Q, P, N, ST, SPLIT, HAS_INIT, HAS_D, HAS_Z)),  # noqa: E501
-            (output_producer, (x, B, C, scores, sX, sB, sC, sG, full, empty, f0, f1, L, NC, G, UG, share, Q, P, N, ST)),
+            (output_consumer, (0, y, sX, sB, sC, sG, sZ, sS, sY, sV, full, empty, vec, starts, init, final, D, f0, f1, pid, L, NC, G, UG, share, H, Q, P, N, ST, SPLIT, HAS_INIT, HAS_D, HAS_Z)),  # noqa: E501
+            (output_consumer, (1, y, sX, sB, sC, sG, sZ, sS, sY, sV, full, empty, vec, starts, init, final, D, f0, f1, pid, L, NC, G, UG, share, H, Q, P, N, ST, SPLIT, HAS_INIT, HAS_D, HAS_Z)),  # noqa: E501
+            (output_producer, (x, B, C, scores, z, sX, sB, sC, sG, sZ, full, empty, f0, f1, L, NC, G, UG, share, Q, P, N, ST, HAS_Z)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],
@@ -355,10 +359,10 @@ def refusal(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None)
         return f"{b} rows of {L} tokens, which is no multiple of {2 * CHUNK}"
     if D is not None and D.dim() == 2:
         return "D is per channel"
-    if z is not None and (z.stride(2) != P or z.stride(1) * CHUNK >= 1 << 31):
-        return "the heads of z are not side by side"
-    if not (copyable(x) and copyable(B) and copyable(C)):
-        return "x, B or C is not laid out in rows of one stride and 16-byte alignment"
+    if z is not None and z.dtype != x.dtype:
+        return f"z is {z.dtype} and x {x.dtype}"
+    if not all(copyable(t) for t in (x, B, C, x if z is None else z)):
+        return "x, B, C or z is not laid out in rows of one stride and 16-byte alignment"
     return None
 
 
@@ -399,11 +403,12 @@ def forward(
             PN=WIDTH * s.N, BLOCK=block, HAS_INIT=init_state is not None, num_warps=4,
         )  # fmt: skip
     flat = scores.view(s.b, s.G * NC * CHUNK, 1, CHUNK)
-    zt = x if z is None else z
+    zw = xw if z is None else z.view(s.b, s.L, heads, WIDTH)
     launch(
         output_gluon_kernel, K, descriptor(xw, CHUNK, WIDTH), descriptor(B, CHUNK, s.N), descriptor(C, CHUNK, s.N),
-        descriptor(flat, CHUNK, CHUNK), descriptor(yw, CHUNK, WIDTH), vec, states[1], init, final,
-        x if D is None else D, zt, zt.stride(0), zt.stride(1), *sizes, **cut, ST=k.out_stages, RC=k.out_registers,
-        RP=24, HAS_INIT=init_state is not None, HAS_D=D is not None, HAS_Z=z is not None, num_warps=4,
+        descriptor(flat, CHUNK, CHUNK), descriptor(yw, CHUNK, WIDTH), descriptor(zw, CHUNK, WIDTH), vec, states[1],
+        init, final, x if D is None else D, *sizes, **cut, ST=k.out_stages if z is None else k.gated_stages,
+        RC=k.out_registers, RP=24, HAS_INIT=init_state is not None, HAS_D=D is not None, HAS_Z=z is not None,
+        num_warps=4,
     )  # fmt: skip
     return y, final
