@@ -19,7 +19,7 @@ _PUBLIC = {
     "GraphCache": "latentscan.runtime.cache",
     "attention": "latentscan.ir.ops.functional",
     "latent_attention": "latentscan.ir.ops.functional",
-    "chunk_scan": "latentscan.ir.ops.functional",
+    "chunk_scan": "latentscan.lowering.functional",
     "causal_conv1d": "latentscan.ir.ops.functional",
     "state_update": "latentscan.ir.ops.functional",
     "gated_rms_norm": "latentscan.ir.ops.functional",

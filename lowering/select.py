@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -13,22 +14,29 @@ from latentscan.ir.graph import Graph
 from latentscan.ir.sizes import same
 
 # target -> module whose ``KERNELS`` maps an op's name to ``lower(graph, node) -> new node or None``
-TARGETS: dict[str, str] = {"reference": "latentscan.lowering.reference"}
+TARGETS: dict[str, str] = {"reference": "latentscan.lowering.reference", "triton": "latentscan.lowering.triton"}
+
+TRITON = importlib.util.find_spec("triton") is not None
 
 Lowering = Callable[[Graph, fx.Node], "fx.Node | None"]
 
 
 def resolve_target(target: str, device: Any = None) -> str:
-    """The target that a name stands for on a device; ``auto`` takes the best that is registered.
+    """The target that a name stands for on a device type (None: not known yet); ``auto`` takes the best there is.
 
     Raises:
-        PipelineError: unknown target.
+        PipelineError: unknown target, or one that the device cannot run.
     """
     if target == "auto":
-        return "reference"
+        return "triton" if device == "cuda" and TRITON else "reference"
     if target not in TARGETS:
         raise PipelineError(
             f"there is no lowering to target {target!r} yet", remedy=f"use one of: auto, {', '.join(TARGETS)}"
+        )
+    if target == "triton" and device not in (None, "cuda"):
+        raise PipelineError(
+            f"target=triton needs a CUDA device, and the model is on {device}",
+            remedy="use target=auto or move the model",
         )
     return target
 

@@ -1,1 +1,1 @@
-"""Kernels in plain Triton; they need triton only when they are imported."""
+"""Kernels in Triton and Gluon. Same signatures as kernels/reference; no graph code."""

@@ -1,0 +1,143 @@
+"""Tile sizes of the chunk scan, chosen by shape class: one static table, nothing is tuned at a user's call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+LARGEST = 256  # of head_dim and of d_state
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refusal(x: Tensor, B: Tensor) -> str | None:
+    """Why the kernels cannot take such tensors (or fake ones); None if they can."""
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}; the kernels take bfloat16, float16 and float32"
+    if x.shape[-1] > LARGEST or B.shape[-1] > LARGEST:
+        return f"head_dim {x.shape[-1]} and d_state {B.shape[-1]} must be at most {LARGEST}"
+    return None
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Choices of the portable forward. ``chunk`` tokens; a segment is a run of chunks that one program walks."""
+
+    chunk: int = 64
+    segments: int = 8
+    state_p: int = 64
+    state_n: int = 128
+    state_warps: int = 4
+    state_stages: int = 3
+    out_p: int = 64
+    out_warps: int = 4
+    out_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Hopper:
+    """Choices of the forward in Gluon. ``pieces``: programs; one a processor, so that all are at work at once."""
+
+    pieces: int = 132
+    out_stages: int = 3
+    gated_stages: int = 2
+    out_registers: int = 232
+    state_stages: int = 3
+    state_registers: int = 160
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Choices of the portable backward. ``workspace`` bounds the bytes of states that are alive at once."""
+
+    chunk: int = 64
+    block_p: int = 64
+    heads: int = 10
+    warps: int = 8
+    stages: int = 2
+    group_p: int = 64
+    group_n: int = 64
+    group_heads: int = 20
+    group_warps: int = 4
+    group_stages: int = 4
+    walk_p: int = 64
+    walk_n: int = 64
+    walk_warps: int = 4
+    walk_stages: int = 3
+    workspace: int = 128 << 20
+    state_p: int = 64
+    state_n: int = 128
+    state_warps: int = 4
+    state_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice depends on: compute capability, processors, bytes of second-level cache."""
+
+    capability: tuple[int, int]
+    processors: int
+    cache: int
+
+    @staticmethod
+    def of(device: torch.device) -> Device:
+        if device.type != "cuda":
+            return H200  # the interpreter and the ahead-of-time compiler
+        p = torch.cuda.get_device_properties(device)
+        return Device((p.major, p.minor), p.multi_processor_count, p.L2_cache_size)
+
+
+H200 = Device((9, 0), 132, 50 << 20)
+A100 = Device((8, 0), 108, 40 << 20)
+
+
+def forward_config(P: int, N: int, dtype: torch.dtype, heads: int, chunks_of_64: int, device: Device) -> Forward:
+    """For heads = batch x H programs side by side. ``P`` and ``N`` are padded to powers of two."""
+    wide = N * dtype.itemsize > 256  # more than 128 halves: smaller tiles
+    k = Forward(chunk=64, out_p=min(P, 64), state_p=min(P, 64), state_n=min(N, 128))
+    if dtype.itemsize > 2:
+        k = replace(k, out_p=min(P, 32), out_stages=1, state_n=min(N, 64), state_stages=2)
+    if wide:
+        k = replace(k, chunk=32 if N * dtype.itemsize > 512 else 64, out_p=min(P, 32), state_n=64, out_stages=1)
+        k = replace(k, state_stages=2)
+    if device.capability < (9, 0):
+        k = replace(k, out_stages=min(k.out_stages, 2), state_stages=2)
+    programs = heads * max(1, P // k.out_p)
+    segments = max(1, round(4 * device.processors / programs))
+    chunks = chunks_of_64 * 64 // k.chunk
+    return replace(k, segments=min(segments, max(1, chunks // 4)))
+
+
+def hopper_config(units: int, shared_bytes: int, device: Device) -> Hopper:
+    """For ``units`` pairs of heads that read ``shared_bytes`` of B, C and scores.
+
+    As many pieces as processors keep them all at work. Where what the units share does not stay in the cache, whole
+    numbers of pieces a unit keep them at the same place of the sequence, so that it is read once.
+    """
+    pieces = device.processors
+    aligned = pieces // units * units
+    if shared_bytes > device.cache // 2 and aligned >= 0.75 * pieces:
+        pieces = aligned
+    return Hopper(pieces=pieces)
+
+
+def backward_config(
+    P: int, N: int, dtype: torch.dtype, group_heads: int, device: Device, *, gated: bool = False
+) -> Backward:
+    """``group_heads``: heads that share a group of B and C; ``gated``: there is a z."""
+    width = N * dtype.itemsize
+    k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 64), group_p=min(P, 64), group_n=min(N, 64))
+    k = replace(k, state_p=min(P, 64), state_n=min(N, 128))
+    if P > 64 or dtype.itemsize > 2 or gated:
+        k = replace(k, stages=1)
+    if dtype.itemsize > 2:
+        k = replace(k, block_p=min(P, 32), group_stages=2, walk_stages=2, state_stages=2, state_n=min(N, 64))
+    if width > 256:
+        k = replace(k, chunk=32, block_p=min(P, 32), state_n=min(N, 64), state_stages=2, stages=1, group_stages=2)
+    if width > 512:
+        k = replace(k, chunk=16, block_p=16)
+    if device.capability < (9, 0):
+        k = replace(k, walk_stages=2, state_stages=2, group_stages=min(k.group_stages, 3))
+    splits = max(1, -(-group_heads // k.heads))
+    return replace(k, heads=-(-group_heads // splits))

@@ -1,0 +1,149 @@
+"""The Mamba-2 chunk scan (SSD) on CUDA devices. Same signatures as :mod:`latentscan.kernels.reference.ssm`.
+
+Tensors are bf16, fp16 or fp32 with any strides; P and N from 1 to 256; sums, states and decays are fp32. Results do not
+depend on ``chunk_size``: the tiles are chosen from shape and device. Every run gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from latentscan.kernels.reference.ssm_common import absent, check_limits, heads_of
+from latentscan.kernels.triton import chunk_scan_backward as plain_backward
+from latentscan.kernels.triton import chunk_scan_forward as plain_forward
+from latentscan.kernels.triton.chunk_common import Steps, pad, rows_of, sequence_starts
+from latentscan.kernels.triton.chunk_configs import (
+    Backward,
+    Device,
+    Forward,
+    Hopper,
+    backward_config,
+    forward_config,
+    hopper_config,
+    refusal,
+)
+
+GLUON_VERSIONS = ("3.6", "3.7")
+
+
+def _checked(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    seq_idx: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
+) -> tuple[Tensor, Steps, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    check_limits(dt_min, dt_max)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size {chunk_size} must be at least 1")
+    batch, length, heads, _ = x.shape
+    heads_of(B.shape[2], heads)
+    if length == 0:
+        raise ValueError("the sequence is empty")
+    if reason := refusal(x, B):
+        raise ValueError(reason)
+    if seq_idx is not None and tuple(seq_idx.shape) != (batch, length):
+        raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)}, expected {(batch, length)}")
+    if cu_seqlens is not None and (batch != 1 or cu_seqlens.dim() != 1):
+        raise ValueError(
+            f"cu_seqlens is one-dimensional and needs one packed row, got shape {tuple(cu_seqlens.shape)} "
+            f"and {batch} rows"
+        )
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(x.device)
+    steps = Steps(
+        dt, A.contiguous(), None if dt_bias is None else dt_bias.contiguous(),
+        sequence_starts(seq_idx, cu_seqlens, batch, length), dt_softplus, dt_min, dt_max,
+    )  # fmt: skip
+    return (
+        rows_of(x), steps, rows_of(B), rows_of(C), None if D is None else D.contiguous(),
+        None if z is None else rows_of(z),
+    )  # fmt: skip
+
+
+def chunk_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
+    config: Forward | Hopper | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y like x and the fp32 final state [b, H, P, N]; see :func:`latentscan.kernels.reference.ssm.chunk_scan`.
+
+    Args:
+        config: tile sizes; by default those of :mod:`latentscan.kernels.triton.chunk_configs`.
+
+    Raises:
+        ValueError: limits, chunk size, groups, packing, dtype or sizes do not fit, with the values.
+    """
+    x, steps, B, C, D, z = _checked(
+        x, dt, A, B, C, D, z, dt_bias, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_min, dt_max
+    )
+    with _on(x):
+        config = config or choose_forward(x, B, C, D, z)
+        if isinstance(config, Forward):
+            return plain_forward.forward(x, steps, B, C, D, z, init_state, config)
+        from latentscan.kernels.triton import chunk_scan_gluon
+
+        if reason := chunk_scan_gluon.refusal(x, B, C, D, z):
+            raise ValueError(reason)
+        return chunk_scan_gluon.forward(x, steps, B, C, D, z, init_state, config)
+
+
+def chunk_scan_backward(
+    dy: Tensor | None, dfinal_state: Tensor | None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
+    config: Backward | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of :func:`chunk_scan`; see :func:`latentscan.kernels.reference.ssm.chunk_scan_backward`.
+
+    Returns:
+        (dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinit_state), each in the shape and dtype of its input; an empty
+        tensor where the input was None.
+    """
+    x, steps, B, C, D, z = _checked(
+        x, dt, A, B, C, D, z, dt_bias, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_min, dt_max
+    )
+    dy = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else rows_of(dy)
+    with _on(x):
+        grads: Any = plain_backward.backward(
+            dy, dfinal_state, x, steps, B, C, D, z, init_state, config or _backward(x, B, z)
+        )
+    return tuple(absent(x) if grad is None else grad for grad in grads)
+
+
+def choose_forward(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> Forward | Hopper:
+    """The shipped choice: Gluon on Hopper for the shapes it takes and the Triton it is known to work with."""
+    batch, length, heads, P = x.shape
+    device = Device.of(x.device)
+    if x.is_cuda and device.capability == (9, 0) and gluon_works():
+        from latentscan.kernels.triton import chunk_scan_gluon
+
+        if chunk_scan_gluon.refusal(x, B, C, D, z) is None:
+            G, N = B.shape[2:]
+            units = batch * G * -(-(heads // G * (P // 64)) // 2)
+            return hopper_config(units, batch * length * G * (2 * N + 64) * 2, device)
+    return forward_config(pad(P), pad(B.shape[-1]), x.dtype, batch * heads, -(-length // 64), device)
+
+
+def gluon_works() -> bool:
+    """Gluon is experimental: only versions of Triton that our kernels were compiled with count."""
+    return triton.__version__.rpartition(".")[0] in GLUON_VERSIONS
+
+
+def _backward(x: Tensor, B: Tensor, z: Tensor | None) -> Backward:
+    heads, P = x.shape[2:]
+    return backward_config(
+        pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], Device.of(x.device), gated=z is not None
+    )
+
+
+def _on(x: Tensor) -> Any:
+    """The tensor's device as the current one, for launches."""
+    import contextlib
+
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,78 @@
+"""The triton target: fused kernels for CUDA tensors. What is not named here is lowered as for the reference target.
+
+Each kernel is an op ``latentscan_triton::<name>`` with the schema, fake kernel and gradient of the canonical op, so
+that compilers see one call. Triton itself is imported when a kernel runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import fx
+
+from latentscan.ir.errors import KernelError
+from latentscan.ir.graph import Graph
+from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonical ops)
+from latentscan.kernels.triton.chunk_configs import refusal
+from latentscan.lowering import reference
+
+NAMESPACE = "latentscan_triton"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _define(name: str, module: str) -> Any:
+    """The op of a kernel: function ``name`` of a module of kernels/triton, described by the canonical op ``name``."""
+    canonical = getattr(torch.ops.latentscan, name).default
+    _LIBRARY.define(str(canonical._schema).split("::", 1)[1], tags=(torch.Tag.pt2_compliant_tag,))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = next(t for t in args if isinstance(t, torch.Tensor))
+        try:
+            with torch.autocast(given.device.type, enabled=False):
+                return getattr(importlib.import_module(module), name)(*args, **kwargs)
+        except ValueError as error:
+            raise KernelError(str(error), where=name, remedy="use target=reference for such tensors") from error
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise KernelError("the tensors are on the CPU", where=f"{NAMESPACE}::{name}", remedy="use target=reference")
+
+    _LIBRARY.impl(name, run, "CUDA")
+    _LIBRARY.impl(name, refuse, "CPU")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", canonical, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _define_with_backward(name: str, module: str) -> Any:
+    op, backward_op = _define(name, module), _define(f"{name}_backward", module)
+
+    def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.options = keyword_only_inputs
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        if all(g is None for g in grads):
+            return (None,) * len(saved)
+        found = backward_op(*grads, *saved, **ctx.options)
+        # Arguments without a gradient (seq_idx, cu_seqlens) come last.
+        gradients = [None if t is None else g for t, g in zip(saved, found, strict=False)]
+        return (*gradients, *(None,) * (len(saved) - len(found)))
+
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    return op
+
+
+CHUNK_SCAN = _define_with_backward("chunk_scan", "latentscan.kernels.triton.chunk_scan")
+
+
+def _chunk_scan(graph: Graph, node: fx.Node) -> fx.Node | None:
+    x, B = (graph.value(node.args[i]) for i in (0, 3))  # type: ignore[arg-type]
+    if refusal(x, B) is not None:
+        return None  # fp64, or wider than a tile: the reference computes it
+    return graph.call_like(node, CHUNK_SCAN, *node.args, **node.kwargs)
+
+
+KERNELS = {**reference.KERNELS, "chunk_scan": _chunk_scan}
