@@ -56,6 +56,7 @@ class Session:
     def __init__(self, model: torch.nn.Module, passes: Sequence[Pass], plan: ModelPlan, options: Options) -> None:
         self.model_reference = weakref.ref(model)
         self.passes, self.plan, self.options = tuple(passes), plan, options
+        self.source: str | None = None  # what the model was converted from, as the command takes it
         self.graphs: list[TracedGraph] = []
         self.weights = OwnedWeights(model)
         self._compiled: Callable[..., Any] | None = None
@@ -73,6 +74,7 @@ class Session:
         if model is None:
             raise RefusedError("a session is copied only together with its model", remedy="copy.deepcopy(model)")
         copy = Session(model, self.passes, self.plan, self.options)
+        copy.source = self.source
         memo[id(self)] = copy
         return copy
 

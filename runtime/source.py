@@ -49,6 +49,11 @@ class Source:
         """Whether :meth:`load` may find any."""
         return self.folder is not None or self.family is not None
 
+    @property
+    def lasting(self) -> str:
+        """What finds this model again from any directory: paths are made absolute."""
+        return os.path.abspath(self.text) if os.path.exists(self.text) else self.text
+
     def on_meta(self) -> torch.nn.Module:
         """The model without weights, in evaluation mode, for planning.
 

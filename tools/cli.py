@@ -156,6 +156,42 @@ def convert_verb(
         stdout().print(f"{out}: {told['files']} files, {told['bytes']:,} bytes", highlight=False)
 
 
+@app.command("heal")
+def heal_verb(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What convert wrote, with a low-rank pass.")],
+    data: Annotated[Path, typer.Option(help="Text to train on; its last twentieth is held out and measured.")],
+    steps: Annotated[int, typer.Option(help="Optimiser steps in all.")] = 200,
+    out: Annotated[Path | None, typer.Option(help="Where the healed model goes; DIR-healed by default.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The original; by default what DIR was converted from.")
+    ] = None,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 1e-3,
+    seq: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
+    batch: Annotated[int, typer.Option(help="Rows a step.")] = 4,
+    train: Annotated[str, typer.Option(help="What is trained: attention (the converted ones) or all.")] = "attention",
+    lora_rank: Annotated[int, typer.Option(help="Train factors of this rank beside frozen matrices; 0: all.")] = 0,
+    hidden: Annotated[float, typer.Option(help="Weight of the hidden states' distance beside the logits'.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the order of rows, dropout and factors.")] = 0,
+    every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Train a converted model to follow its original. The same command goes on after a kill."""
+    from latentscan.runtime.heal import Settings
+    from latentscan.tools.heal import bar, heal, text_of
+
+    settings = Settings(steps, batch, seq, lr, seed, train, lora_rank, hidden)
+    with bar(steps) as (step, progress):
+        told = heal(
+            directory, data, settings, teacher=teacher, out=out, every=every, device=device, step=step,
+            progress=progress,
+        )  # fmt: skip
+    if as_json:
+        print_json(told)
+    else:
+        stdout().print(text_of(told), highlight=False)
+
+
 @app.command("dump")
 def dump_verb(
     model: Model,

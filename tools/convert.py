@@ -15,7 +15,7 @@ from latentscan.runtime.door import session_of
 from latentscan.runtime.source import MARKER, Source, one_line, quiet, resolve
 from latentscan.runtime.wrap import wrap
 
-_TOKENIZER = (
+TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
@@ -58,6 +58,7 @@ def convert(
     wrap(loaded, pipeline, calibration=data)
     session = session_of(loaded)
     assert session is not None
+    session.source = source.lasting
     step(f"writing {target}")
     write(session, target, lambda folder: _add_tokenizer(source, folder), max_shard_size=shard)
     files = [p for p in target.iterdir() if p.is_file()]
@@ -118,7 +119,7 @@ def _add_tokenizer(source: Source, folder: Path) -> None:
                 remedy="convert the GGUF file first",
             ) from error
         return
-    for name in _TOKENIZER:
+    for name in TOKENIZER:
         if (path := _local_file(source.folder, name)) is not None:
             shutil.copyfile(path, folder / name)
 
