@@ -31,6 +31,22 @@ def check_model(model: Any) -> None:
         raise RefusedError("it has no parameters", where=kind, remedy="give a model with weights")
 
 
+def make_tables(model: torch.nn.Module) -> None:
+    """Let LongRoPE's modules make their second table of angles now, as their first call would: on the meta device that
+    cannot be traced."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        table = getattr(module, "inv_freq", None)
+        if getattr(module, "rope_type", None) != "longrope" or not isinstance(table, torch.Tensor):
+            continue
+        if not table.is_meta or getattr(module, "long_inv_freq", None) is not None:
+            continue
+        length = module.config.rope_parameters["original_max_position_embeddings"] + 1
+        made, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, table.device, seq_len=length)
+        module.long_inv_freq = made
+
+
 FSDP_FLAG = "_is_fsdp_managed_module"
 
 

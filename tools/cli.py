@@ -140,6 +140,10 @@ def convert_verb(
     ],
     pipeline: Pipeline,
     calibration: Annotated[Path | None, typer.Option(help="Text for passes that measure activations.")] = None,
+    export_as: Annotated[
+        str | None,
+        typer.Option("--export", metavar="FORM", help="deepseek-v3: write a model that plain transformers reads too."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rewrite a model's weights and save it; read it with latentscan.load."""
@@ -149,11 +153,39 @@ def convert_verb(
     with progress("converting") as step:
         from latentscan.tools.convert import convert
 
-        told = convert(model, out, pipeline, calibration=calibration, step=step)
+        told = convert(model, out, pipeline, calibration=calibration, export_as=export_as, step=step)
+    _show_written(told, as_json)
+
+
+@app.command("export")
+def export_verb(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What convert or heal wrote.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A directory that does not exist, or that latentscan made.")
+    ],
+    form: Annotated[str, typer.Option("--to", metavar="FORM", help="deepseek-v3")] = "deepseek-v3",
+    as_json: Json = False,
+) -> None:
+    """Write a converted model as one that plain transformers reads too."""
+    with progress("exporting") as step:
+        from latentscan.tools.convert import export_directory
+
+        told = export_directory(directory, out, form, step=step)
+    _show_written(told, as_json)
+
+
+def _show_written(told: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(told)
-    else:
-        stdout().print(f"{out}: {told['files']} files, {told['bytes']:,} bytes", highlight=False)
+        return
+    text = f"{told['out']}: {told['files']} files, {told['bytes']:,} bytes"
+    if "elements" in told:
+        (before, after), (small, large) = told["elements"], told["weight_bytes"]
+        text += (
+            f"\nfor plain transformers too: {before} -> {after} cached elements per token and layer, "
+            f"{small:,} -> {large:,} bytes of weights, logits within {told['error']:.1e}"
+        )
+    stdout().print(text, highlight=False)
 
 
 @app.command("heal")

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from latentscan.ir.errors import CheckpointError
-from latentscan.runtime.checkpoint import check_target, write
+from latentscan.ir.errors import CheckpointError, PipelineError
+from latentscan.runtime.checkpoint import check_target, load, write
 from latentscan.runtime.door import session_of
+from latentscan.runtime.export import FORMS, export
+from latentscan.runtime.session import Session
 from latentscan.runtime.source import MARKER, Source, one_line, quiet, resolve
 from latentscan.runtime.wrap import wrap
 
@@ -28,6 +30,7 @@ def convert(
     pipeline: str,
     *,
     calibration: Path | None = None,
+    export_as: str | None = None,
     shard: str = "5GB",
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -37,16 +40,21 @@ def convert(
         model: MODEL as the command takes it.
         out: a directory that does not exist, is empty, or was written by latentscan.
         calibration: a text file, for passes that measure activations.
+        export_as: ``deepseek-v3``: write the result as such a model, which plain transformers reads too.
         shard: most bytes of one weights file, as Hugging Face writes them.
         step: told what is being done.
 
     Returns:
-        "out", "pipeline", "files", "bytes" and "reads_as_plain_model".
+        "out", "pipeline", "files", "bytes" and "reads_as_plain_model"; of an export also "elements" (cached per token
+        and layer) and "weight_bytes" of the converted and the exported model, "error" of its logits and "tolerance".
 
     Raises:
-        CheckpointError: ``out`` holds something else, or the model cannot be read. Every error of ``wrap``.
+        CheckpointError: ``out`` holds something else, or the model cannot be read. RefusedError: it does not fit the
+        form that it should be exported to. Every error of ``wrap``.
     """
     target = _check_out(out)
+    if export_as is not None:
+        _check_form(export_as)
     source = resolve(model)
     step(f"loading {source.text}")
     loaded = source.load()
@@ -59,8 +67,59 @@ def convert(
     session = session_of(loaded)
     assert session is not None
     session.source = source.lasting
+    if export_as is not None:
+        return _write_export(loaded, target, out, lambda folder: _add_tokenizer(source, folder), shard, step)
     step(f"writing {target}")
     write(session, target, lambda folder: _add_tokenizer(source, folder), max_shard_size=shard)
+    return _told(session, target, out)
+
+
+def export_directory(
+    directory: Path, out: Path, form: str, *, shard: str = "5GB", step: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Export what ``convert`` or ``heal`` wrote. Arguments, results and errors as :func:`convert`'s."""
+    target = _check_out(out)
+    _check_form(form)
+    step(f"loading {directory}")
+    loaded = load(directory)
+
+    def add_tokenizer(folder: Path) -> None:
+        for name in TOKENIZER:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, folder / name)
+
+    return _write_export(loaded, target, out, add_tokenizer, shard, step)
+
+
+def _check_form(form: str) -> None:
+    if form not in FORMS:
+        raise PipelineError(f"there is no form {form!r} to export to", remedy=f"the forms are {', '.join(FORMS)}")
+
+
+def _write_export(
+    model: torch.nn.Module,
+    target: Path,
+    out: Path,
+    extra: Callable[[Path], None],
+    shard: str,
+    step: Callable[[str], None],
+) -> dict[str, Any]:
+    step("exporting")
+    made = export(model)
+    wrap(made.model, made.pipeline)
+    session = session_of(made.model)
+    assert session is not None
+    step(f"writing {target}")
+    write(session, target, extra, max_shard_size=shard)
+    return _told(session, target, out) | {
+        "elements": list(made.elements),
+        "weight_bytes": list(made.weight_bytes),
+        "error": made.error,
+        "tolerance": made.tolerance,
+    }
+
+
+def _told(session: Session, target: Path, out: Path) -> dict[str, Any]:
     files = [p for p in target.iterdir() if p.is_file()]
     return {
         "out": str(out),
