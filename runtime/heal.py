@@ -33,7 +33,7 @@ class Settings:
     Attributes:
         steps: optimiser steps in all. batch, seq: rows a step, and tokens a row.
         lr: peak learning rate of AdamW: rises over the first tenth (at most 20 steps), then falls as a cosine to 0.
-        seed: of the order of rows, of dropout and of LoRA's factors.
+        seed: of the order of rows and of LoRA's factors.
         train: ``attention`` (all parameters of the converted attentions) or ``all``.
         lora_rank: 0, or train factors of that rank beside frozen matrices.
         hidden: weight of the hidden states in the loss, beside the logits.
@@ -42,7 +42,7 @@ class Settings:
     steps: int = 200
     batch: int = 4
     seq: int = 128
-    lr: float = 1e-3
+    lr: float = 5e-4
     seed: int = 0
     train: str = field(default="attention", metadata={"choices": ("attention", "all")})
     lora_rank: int = 0
@@ -55,7 +55,7 @@ class Settings:
                     f"{name}={getattr(self, name)} is below {least}", where="heal", remedy=f"give {name} >= {least}"
                 )
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise PipelineError(f"lr={self.lr} is no learning rate", where="heal", remedy="give one above 0, e.g. 1e-3")
+            raise PipelineError(f"lr={self.lr} is no learning rate", where="heal", remedy="give one above 0, e.g. 5e-4")
         if not (math.isfinite(self.hidden) and self.hidden >= 0):
             raise PipelineError(f"hidden={self.hidden} is no weight", where="heal", remedy="give 0 or more")
         choices = type(self).__dataclass_fields__["train"].metadata["choices"]
@@ -113,7 +113,8 @@ class Rows:
         for at in range(step * settings.batch, (step + 1) * settings.batch):
             turn, place = divmod(at, count)
             if turn not in orders:
-                seeded = torch.Generator().manual_seed((settings.seed << 32) + turn)
+                mixed = hashlib.sha256(f"{settings.seed} {turn}".encode()).digest()[:4]  # a generator takes 32 bits
+                seeded = torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
                 orders[turn] = torch.randperm(count, generator=seeded)
             picked.append(int(orders[turn][place]))
         return self.train[picked]
@@ -233,7 +234,7 @@ class Healer:
             RefusedError: the loss is not finite. The model is as it was before the step.
         """
         rate = self.settings.rate(self.step_number)
-        self.student.train()
+        self.student.eval()  # no dropout: the original draws none, and a graph with dropout keeps its plain attention
         ids = self.rows.batch(self.step_number, self.settings).to(self.device)
         divergence, hidden = self.loss(ids)
         total = divergence + self.settings.hidden * hidden

@@ -197,13 +197,13 @@ def heal_verb(
     teacher: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The original; by default what DIR was converted from.")
     ] = None,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 5e-4,
     seq: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
     batch: Annotated[int, typer.Option(help="Rows a step.")] = 4,
     train: Annotated[str, typer.Option(help="What is trained: attention (the converted ones) or all.")] = "attention",
     lora_rank: Annotated[int, typer.Option(help="Train factors of this rank beside frozen matrices; 0: all.")] = 0,
     hidden: Annotated[float, typer.Option(help="Weight of the hidden states' distance beside the logits'.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the order of rows, dropout and factors.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the order of rows and of factors.")] = 0,
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
     device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda.")] = "cpu",
     as_json: Json = False,
