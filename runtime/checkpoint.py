@@ -36,7 +36,9 @@ from latentscan.runtime.tiny import choose_experts
 from latentscan.runtime.wrap import plan_of, planning_graph
 
 FORMAT = 1  # of latentscan.json; raised when an older latentscan could not read it
-_OURS = re.compile(r"(model.*\.safetensors(\.index\.json)?|latentscan\.json)")
+_OURS = re.compile(
+    r"(model.*\.safetensors(\.index\.json)?|latentscan(-heal)?\.json|latentscan-heal\.(safetensors|png))"
+)
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -122,7 +124,8 @@ def check_target(directory: Any) -> Path:
 def _description(session: Session, folder: Path) -> dict[str, Any]:
     import transformers
 
-    return {
+    told: dict[str, Any] = {"source": session.source} if session.source else {}
+    return told | {
         "format": FORMAT,
         "latentscan": __version__,
         "torch": torch.__version__,
@@ -192,7 +195,9 @@ def load(directory: Any, *, target: str = "auto", inductor: Any = "auto") -> tor
         make_parameters(model, [recipe])
         release(model, [s for s in recipe.sources if s in plan.released])
     choose_experts(model)
-    install(model, Session(model, parse(options.pipeline), plan, options))
+    session = Session(model, parse(options.pipeline), plan, options)
+    session.source = told.get("source")
+    install(model, session)
     return model.eval()
 
 

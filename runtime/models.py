@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import RefusedError
+from latentscan.runtime.adapters import refuse_adapters
 
 
 def check_model(model: Any) -> None:
@@ -14,6 +15,7 @@ def check_model(model: Any) -> None:
     kind = type(model).__name__
     if not isinstance(model, torch.nn.Module):
         raise RefusedError(f"this is a {kind}, not a model", where="wrap", remedy="give a torch.nn.Module")
+    refuse_adapters(model)
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) is None:
         raise RefusedError(
@@ -25,10 +27,24 @@ def check_model(model: Any) -> None:
         raise RefusedError("it is an encoder-decoder model", where=kind, remedy="only causal models are served")
     if not hasattr(model, "generate") or _head(model) is None:
         raise RefusedError("it has no language-model head", where=kind, remedy="load it with AutoModelForCausalLM")
-    if hasattr(model, "peft_config") or hasattr(model, "merge_and_unload"):
-        raise RefusedError("it carries unmerged adapters", where=kind, remedy="call merge_and_unload() first")
     if next(iter(model.parameters()), None) is None:
         raise RefusedError("it has no parameters", where=kind, remedy="give a model with weights")
+
+
+def make_tables(model: torch.nn.Module) -> None:
+    """Let LongRoPE's modules make their second table of angles now, as their first call would: on the meta device that
+    cannot be traced."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        table = getattr(module, "inv_freq", None)
+        if getattr(module, "rope_type", None) != "longrope" or not isinstance(table, torch.Tensor):
+            continue
+        if not table.is_meta or getattr(module, "long_inv_freq", None) is not None:
+            continue
+        length = module.config.rope_parameters["original_max_position_embeddings"] + 1
+        made, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, table.device, seq_len=length)
+        module.long_inv_freq = made
 
 
 FSDP_FLAG = "_is_fsdp_managed_module"

@@ -71,6 +71,7 @@ class Session:
         self.model_reference = weakref.ref(model)
         self.mesh = mesh
         self.passes, self.plan, self.options = tuple(passes), plan, options
+        self.source: str | None = None  # what the model was converted from, as the command takes it
         self.graphs: list[TracedGraph] = []
         self.weights = OwnedWeights(model)
         self._compiled: dict[bool, Callable[..., Any]] = {}  # the forward, and the one of packed sequences
@@ -88,6 +89,7 @@ class Session:
         if model is None:
             raise RefusedError("a session is copied only together with its model", remedy="copy.deepcopy(model)")
         copy = Session(model, self.passes, self.plan, self.options, self.mesh)
+        copy.source = self.source
         memo[id(self)] = copy
         return copy
 

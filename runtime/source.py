@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import CheckpointError, PipelineError, RefusedError
+from latentscan.runtime.adapters import refuse_adapter_directory
 from latentscan.runtime.models import check_model
 from latentscan.runtime.tiny import build, choose_experts, tiny_config
 
@@ -48,6 +49,11 @@ class Source:
     def has_weights(self) -> bool:
         """Whether :meth:`load` may find any."""
         return self.folder is not None or self.family is not None
+
+    @property
+    def lasting(self) -> str:
+        """What finds this model again from any directory: paths are made absolute."""
+        return os.path.abspath(self.text) if os.path.exists(self.text) else self.text
 
     def on_meta(self) -> torch.nn.Module:
         """The model without weights, in evaluation mode, for planning.
@@ -131,8 +137,10 @@ def resolve(text: str) -> Source:
         return _checked(Source(text, _config(text, str(path.parent), path.name), str(path.parent), path.name))
     if path.name == "config.json" and not path.is_dir():
         _must_exist(path, text)
+        refuse_adapter_directory(str(path.parent), text)
         return _checked(Source(text, _config(text, str(path.parent))))
     if path.is_dir():
+        refuse_adapter_directory(text, text)
         if not (path / "config.json").is_file():
             found = sorted(p.name for p in path.glob("*.gguf"))
             remedy = f"give {path / found[0]}" if found else "give the directory that holds the model's config.json"

@@ -18,7 +18,7 @@ from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
 from latentscan.runtime.mesh import PARALLEL, bind_mesh, check_alike
-from latentscan.runtime.models import check_model
+from latentscan.runtime.models import check_model, make_tables
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
 from latentscan.runtime.plan import ModelPlan
@@ -106,6 +106,7 @@ def wrap(
 def planning_graph(model: torch.nn.Module, *, batch: int = 2, length: int = 6) -> Graph:
     """The graph that decisions are made on: evaluation, filling an empty GraphCache, dynamic batch and length."""
     device = next(model.parameters()).device
+    make_tables(model)
     ids = torch.ones(batch, length, dtype=torch.long, device=device)
     modes = {m: m.training for m in model.modules()}
     inputs: dict[str, Any] = {"input_ids": ids}

@@ -140,6 +140,10 @@ def convert_verb(
     ],
     pipeline: Pipeline,
     calibration: Annotated[Path | None, typer.Option(help="Text for passes that measure activations.")] = None,
+    export_as: Annotated[
+        str | None,
+        typer.Option("--export", metavar="FORM", help="deepseek-v3: write a model that plain transformers reads too."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rewrite a model's weights and save it; read it with latentscan.load."""
@@ -153,11 +157,77 @@ def convert_verb(
             if not as_json:
                 stdout().print(text, highlight=False)
 
-        told = convert(model, out, pipeline, calibration=calibration, step=step, tell=tell)
+        told = convert(
+            model, out, pipeline, calibration=calibration, export_as=export_as, step=step, tell=tell
+        )
+    _show_written(told, as_json)
+
+
+@app.command("export")
+def export_verb(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What convert or heal wrote.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A directory that does not exist, or that latentscan made.")
+    ],
+    form: Annotated[str, typer.Option("--to", metavar="FORM", help="deepseek-v3")] = "deepseek-v3",
+    as_json: Json = False,
+) -> None:
+    """Write a converted model as one that plain transformers reads too."""
+    with progress("exporting") as step:
+        from latentscan.tools.convert import export_directory
+
+        told = export_directory(directory, out, form, step=step)
+    _show_written(told, as_json)
+
+
+def _show_written(told: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(told)
+        return
+    text = f"{told['out']}: {told['files']} files, {told['bytes']:,} bytes"
+    if "elements" in told:
+        (before, after), (small, large) = told["elements"], told["weight_bytes"]
+        text += (
+            f"\nfor plain transformers too: {before} -> {after} cached elements per token and layer, "
+            f"{small:,} -> {large:,} bytes of weights, logits within {told['error']:.1e}"
+        )
+    stdout().print(text, highlight=False)
+
+
+@app.command("heal")
+def heal_verb(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What convert wrote, with a low-rank pass.")],
+    data: Annotated[Path, typer.Option(help="Text to train on; its last twentieth is held out and measured.")],
+    steps: Annotated[int, typer.Option(help="Optimiser steps in all.")] = 200,
+    out: Annotated[Path | None, typer.Option(help="Where the healed model goes; DIR-healed by default.")] = None,
+    teacher: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="The original; by default what DIR was converted from.")
+    ] = None,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 5e-4,
+    seq: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
+    batch: Annotated[int, typer.Option(help="Rows a step.")] = 4,
+    train: Annotated[str, typer.Option(help="What is trained: attention (the converted ones) or all.")] = "attention",
+    lora_rank: Annotated[int, typer.Option(help="Train factors of this rank beside frozen matrices; 0: all.")] = 0,
+    hidden: Annotated[float, typer.Option(help="Weight of the hidden states' distance beside the logits'.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the order of rows and of factors.")] = 0,
+    every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
+    device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Train a converted model to follow its original. The same command goes on after a kill."""
+    from latentscan.runtime.heal import Settings
+    from latentscan.tools.heal import bar, heal, text_of
+
+    settings = Settings(steps, batch, seq, lr, seed, train, lora_rank, hidden)
+    with bar(steps) as (step, progress):
+        told = heal(
+            directory, data, settings, teacher=teacher, out=out, every=every, device=device, step=step,
+            progress=progress,
+        )  # fmt: skip
     if as_json:
         print_json(told)
     else:
-        stdout().print(f"{out}: {told['files']} files, {told['bytes']:,} bytes", highlight=False)
+        stdout().print(text_of(told), highlight=False)
 
 
 @app.command("dump")

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
-from latentscan.ir.errors import CheckpointError
+from latentscan.ir.errors import CheckpointError, PipelineError
 from latentscan.ir.weights import bytes_of
 from latentscan.runtime.calibration import Calibration
-from latentscan.runtime.checkpoint import check_target, write
+from latentscan.runtime.checkpoint import check_target, load, write
 from latentscan.runtime.door import session_of
+from latentscan.runtime.export import FORMS, export
 from latentscan.runtime.own import get
+from latentscan.runtime.session import Session
 from latentscan.runtime.source import MARKER, Source, one_line, quiet, resolve
 from latentscan.runtime.wrap import wrap
 from latentscan.tools.plan import weight_bytes
 from latentscan.tools.plan_text import weights_text
 
-_TOKENIZER = (
+TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
@@ -33,6 +35,7 @@ def convert(
     pipeline: str,
     *,
     calibration: Path | None = None,
+    export_as: str | None = None,
     shard: str = "5GB",
     step: Callable[[str], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
@@ -44,17 +47,23 @@ def convert(
         out: a directory that does not exist, is empty, or was written by latentscan.
         calibration: a text file, for passes that measure activations. What was measured is kept beside ``out`` until
             that is written, so that a conversion that was killed goes on from there.
+        export_as: ``deepseek-v3``: write the result as such a model, which plain transformers reads too.
         shard: most bytes of one weights file, as Hugging Face writes them.
         step: told what is being done.
         tell: told, before anything is written, what the weights took and will take.
 
     Returns:
         "out", "pipeline", "files", "bytes", "reads_as_plain_model", and "weights": before, after, made, released bytes.
+        Of an export also "elements" (cached per token and layer) and "weight_bytes" of the converted and the exported
+        model, "error" of its logits and "tolerance".
 
     Raises:
-        CheckpointError: ``out`` holds something else, or the model cannot be read. Every error of ``wrap``.
+        CheckpointError: ``out`` holds something else, or the model cannot be read. RefusedError: it does not fit the
+        form that it should be exported to. Every error of ``wrap``.
     """
     target = _check_out(out)
+    if export_as is not None:
+        _check_form(export_as)
     source = resolve(model)
     step(f"loading {source.text}")
     loaded = source.load()
@@ -71,16 +80,69 @@ def convert(
     released = {path: bytes_of(get(loaded, path)) for path in session.plan.released}
     weights, by_pass = weight_bytes(before, session.plan, made, released)
     tell(weights_text(weights, by_pass))
-    step(f"writing {target}")
-    write(session, target, lambda folder: _add_tokenizer(source, folder), max_shard_size=shard)
+    session.source = source.lasting
+    if export_as is not None:
+        told = _write_export(loaded, target, out, lambda folder: _add_tokenizer(source, folder), shard, step)
+    else:
+        step(f"writing {target}")
+        write(session, target, lambda folder: _add_tokenizer(source, folder), max_shard_size=shard)
+        told = _told(session, target, out)
     _state(target).unlink(missing_ok=True)
+    return told | {"weights": weights}
+
+
+def export_directory(
+    directory: Path, out: Path, form: str, *, shard: str = "5GB", step: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Export what ``convert`` or ``heal`` wrote. Arguments, results and errors as :func:`convert`'s."""
+    target = _check_out(out)
+    _check_form(form)
+    step(f"loading {directory}")
+    loaded = load(directory)
+
+    def add_tokenizer(folder: Path) -> None:
+        for name in TOKENIZER:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, folder / name)
+
+    return _write_export(loaded, target, out, add_tokenizer, shard, step)
+
+
+def _check_form(form: str) -> None:
+    if form not in FORMS:
+        raise PipelineError(f"there is no form {form!r} to export to", remedy=f"the forms are {', '.join(FORMS)}")
+
+
+def _write_export(
+    model: torch.nn.Module,
+    target: Path,
+    out: Path,
+    extra: Callable[[Path], None],
+    shard: str,
+    step: Callable[[str], None],
+) -> dict[str, Any]:
+    step("exporting")
+    made = export(model)
+    wrap(made.model, made.pipeline)
+    session = session_of(made.model)
+    assert session is not None
+    step(f"writing {target}")
+    write(session, target, extra, max_shard_size=shard)
+    return _told(session, target, out) | {
+        "elements": list(made.elements),
+        "weight_bytes": list(made.weight_bytes),
+        "error": made.error,
+        "tolerance": made.tolerance,
+    }
+
+
+def _told(session: Session, target: Path, out: Path) -> dict[str, Any]:
     files = [p for p in target.iterdir() if p.is_file()]
     return {
         "out": str(out),
         "pipeline": session.plan.pipeline,
         "files": len(files),
         "bytes": sum(p.stat().st_size for p in files),
-        "weights": weights,
         "reads_as_plain_model": all(r.inverse is not None for r in session.plan.recipes),
     }
 
@@ -138,7 +200,7 @@ def _add_tokenizer(source: Source, folder: Path) -> None:
                 remedy="convert the GGUF file first",
             ) from error
         return
-    for name in _TOKENIZER:
+    for name in TOKENIZER:
         if (path := _local_file(source.folder, name)) is not None:
             shutil.copyfile(path, folder / name)
 
