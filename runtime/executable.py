@@ -12,6 +12,7 @@ from latentscan.ir.graph import Graph
 from latentscan.lowering.cache import ArenaBinder, lower_cache_appends
 from latentscan.lowering.checkpoint import outline_checkpoints
 from latentscan.lowering.select import lower, resolve_target
+from latentscan.lowering.swap import Swapping, lower_swaps
 from latentscan.passes.pipeline import Program
 from latentscan.runtime.binding import OwnedWeights, RecipeWeights
 from latentscan.runtime.options import Options
@@ -59,6 +60,7 @@ class Executable:
         device = next((w.value.device.type for w in graph.weights.values()), "cpu")
         target = resolve_target(self._options.target, device)
         inductor = self._options.use_inductor(device)
+        swaps = lower_swaps(graph, inductor=inductor)
         lower(graph, target)
         outline_checkpoints(graph, higher_order=inductor)
         records = lower_cache_appends(graph.module)
@@ -69,6 +71,8 @@ class Executable:
         run: Callable[..., Any] = module.forward
         if inductor:
             run = torch.compile(module, dynamic=True, fullgraph=True)
+        if swaps:
+            run = Swapping(run)
         if not records:
             if bind is None:
                 return run
