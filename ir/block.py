@@ -145,7 +145,7 @@ def tail_of(graph: Graph, attention: fx.Node) -> tuple[fx.Node, ...]:
     node = attention
     while len(node.users) == 1 and len(tail) < 12:
         before, (node,) = node, node.users
-        if any(n is not before and not _from_weights(graph, n) for n in node.all_input_nodes):
+        if any(n is not before and not from_weights(graph, n) for n in node.all_input_nodes):
             break
         tail.append(node)
         if linear_of(graph, node) is not None:
@@ -156,12 +156,12 @@ def tail_of(graph: Graph, attention: fx.Node) -> tuple[fx.Node, ...]:
     return ()
 
 
-def _from_weights(graph: Graph, node: fx.Node) -> bool:
+def from_weights(graph: Graph, node: fx.Node) -> bool:
     """Whether a value is a size, or made of parameters alone."""
     if not tensors_of(node.meta.get(VALUE)) or is_parameter(graph, node):
         return True
     return node.op != "placeholder" and bool(inputs := node.all_input_nodes) and all(
-        _from_weights(graph, n) for n in inputs
+        from_weights(graph, n) for n in inputs
     )
 
 
@@ -212,13 +212,25 @@ def check_repeatable(graph: Graph, nodes: tuple[fx.Node, ...]) -> None:
     for node in leaving(nodes):
         if not isinstance(node.meta.get(VALUE), torch.Tensor):
             raise BlockError("size-leaves-block", f"{node.name} is no tensor and is read outside", "report the model")
-    inside = set(nodes)
-    last = max((order[n] for n in sides_of(nodes)), default=-1)
-    for node in leaving(nodes):
-        early = [u for u in node.users if u not in inside and order[u] < last]
-        if early:
+    sides = {t.untyped_storage()._cdata for n in sides_of(nodes) for t in tensors_of(n.meta.get(VALUE))}
+    for node in graph.graph.nodes:
+        written = node.args[0] if is_impure(node) and node.args and isinstance(node.args[0], fx.Node) else None
+        if written is not None and any(t.untyped_storage()._cdata in sides for t in tensors_of(written.meta.get(VALUE))):
             raise BlockError(
-                "interleaved",
-                f"{early[0].name} reads {node.name} before everything that the block needs is there",
-                "report the model: its order of calls is new",
+                "input-is-written",
+                f"{node.name} writes what the block reads, {written.name}: computing it again could read other numbers",
+                "train without a cache of fixed size (use_cache=False)",
             )
+    inside, late = set(nodes), set(nodes)
+    last = max((order[n] for n in sides_of(nodes)), default=-1)
+    node = nodes[0]
+    while order[node] < last:  # what needs a value of the block and stands before its call has to move behind it
+        if node not in inside and any(n in late for n in node.all_input_nodes):
+            late.add(node)
+            if is_impure(node):
+                raise BlockError(
+                    "interleaved",
+                    f"{node.name} writes memory before everything that the block needs is there",
+                    "report the model: its order of calls is new",
+                )
+        node = node.next

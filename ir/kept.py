@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from latentscan.ir.block import is_parameter, sides_of, tensors_of
+from latentscan.ir.block import from_weights, is_parameter, sides_of, tensors_of
 from latentscan.ir.cost import bytes_expression
 from latentscan.ir.graph import REGION, VALUE, Graph
 from latentscan.ir.layout import is_layout, linear_of
@@ -29,6 +29,7 @@ Sizes = dict[Any, sympy.Expr]  # storage (or a node, for what has no node of its
 _NOTHING = {
     operator.add, operator.sub, operator.neg, torch.add, torch.sub, torch.neg, torch.mean, torch.sum, torch.where,
     "add", "sub", "neg", "mean", "sum", "to", "float", "half", "bfloat16", "type_as", "detach", "size",
+    torch._C._nn.pad,
     "new_ones", "new_zeros", "scatter", "topk", "expand", torch.arange, F.pad, torch.sym_min, torch.sym_max,
 }  # fmt: skip
 _PRODUCTS = {
@@ -68,7 +69,7 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
 
     def keep(*values: Any) -> None:
         for value in values:
-            if isinstance(value, fx.Node) and value.op != "placeholder" and tensors_of(value.meta.get(VALUE)):
+            if isinstance(value, fx.Node) and value.op != "placeholder" and not from_weights(graph, value):
                 found[storage_of(value)] = _size(value)
 
     target, inputs = node.target, node.all_input_nodes
@@ -118,11 +119,18 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
             keep(value)
             found[_result(graph, node)] = bytes_expression(graph.value(node))
         found[node, "logsumexp"] = rows * max(4, item)
+        if given.get("padding") is not None or given.get("mask") is not None:  # the additive mask [B, 1, S, T]
+            batch, _, queries, keys = (expression(s) for s in (*graph.shape(query)[:3], graph.shape(value)[2]))
+            found[node, "mask"] = batch * queries * keys * item
     elif name in ("latent_attention", "sparse_latent_attention"):
         keep(*(given.get(n) for n in ("q_latent", "q_rope", "latent", "k_rope")))
         rows = sympy.Mul(*(expression(s) for s in graph.shape(given["q_latent"])[:3]))
         if name == "latent_attention":  # the probabilities [B, H, S, T]
-            found[node, "probabilities"] = rows * expression(graph.shape(given["latent"])[1]) * 4
+            keys = expression(graph.shape(given["latent"])[1])
+            batch, _, queries = (expression(s) for s in graph.shape(given["q_latent"])[:3])
+            alone = given.get("padding") is None and given.get("mask") is None
+            found[node, "probabilities"] = rows * keys * 4
+            found[node, "mask"] = queries * keys * (1 if alone else batch)
     elif name == "swap_out":
         pass
     elif REGISTRY[node.target].differentiable:
@@ -193,7 +201,7 @@ def training(graph: Graph) -> Sizes:
             found.update(kept_by(graph, node))
     for nodes in regions.values():
         for side in sides_of(tuple(nodes)):
-            if side.op != "placeholder" and tensors_of(side.meta.get(VALUE)):
+            if side.op != "placeholder" and not from_weights(graph, side):
                 found[storage_of(side)] = _size(side)
     away = host_keys(graph)
     return {key: size for key, size in found.items() if key not in away}

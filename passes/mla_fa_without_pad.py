@@ -18,6 +18,7 @@ from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
 _PADS = {F.pad, torch._C._nn.pad, torch.constant_pad_nd}
 _ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
 _MOVES = {"contiguous", "clone", "transpose", "permute", "swapaxes", torch.transpose, torch.permute, torch.clone}
+_RESHAPES = {"reshape", "view", torch.reshape}
 
 
 class _Unfit(Exception):  # noqa: N818  a reason, not a failure
@@ -123,7 +124,7 @@ def padding_of(graph: Graph, attention: fx.Node) -> list[Padded | None]:
 def _padded(graph: Graph, node: fx.Node) -> Padded | None:
     steps: list[fx.Node] = []
     width = graph.shape(node)[-1]
-    while node.op in ("call_function", "call_method") and node.target in _MOVES and _keeps_last(graph, node):
+    while _keeps_last(graph, node):
         steps.insert(0, node)
         node = node.args[0]  # type: ignore[assignment]
     if node.target in _PADS:
@@ -149,8 +150,19 @@ def _padded(graph: Graph, node: fx.Node) -> Padded | None:
 
 
 def _keeps_last(graph: Graph, node: fx.Node) -> bool:
-    """Whether a move of dimensions leaves the last one where it is."""
+    """Whether a node moves, narrows or regroups dimensions and leaves the last one as it is."""
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is operator.getitem and isinstance(node.args[1], tuple):
+        parts = [p for p in node.args[1] if p is not Ellipsis]
+        whole = Ellipsis not in node.args[1] and len(parts) == len(graph.shape(node.args[0]))
+        return whole and all(isinstance(p, slice) for p in parts) and parts[-1] == slice(None)
     rank = len(graph.shape(node))
+    if node.target in _RESHAPES:
+        sizes, before = _reshape(node), graph.shape(node.args[0])
+        return rank > 1 and isinstance(sizes[-1], int) and sizes[-1] == before[-1]
+    if node.target not in _MOVES:
+        return False
     if node.target in ("contiguous", "clone", torch.clone):
         return True
     dims: Any = node.args[1:] if len(node.args) > 1 else tuple(node.kwargs.values())
@@ -158,6 +170,12 @@ def _keeps_last(graph: Graph, node: fx.Node) -> bool:
         dims = dims[0] if isinstance(dims[0], (tuple, list)) else dims
         return dims[-1] % rank == rank - 1
     return all(isinstance(d, int) and d % rank != rank - 1 for d in dims)
+
+
+def _reshape(node: fx.Node) -> tuple[Any, ...]:
+    """The sizes that a reshape asks for."""
+    sizes: Any = node.args[1:]
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else tuple(sizes)
 
 
 def trimmed(graph: Graph, attention: fx.Node, width: int | None) -> list[tuple[tuple[fx.Node, ...], fx.Node]]:
@@ -175,7 +193,7 @@ def trimmed(graph: Graph, attention: fx.Node, width: int | None) -> list[tuple[t
             cut = _trim_width(user)
             if cut is not None and cut <= width:
                 found.append((steps, user))
-            elif user.op in ("call_function", "call_method") and user.target in _MOVES and _keeps_last(graph, user):
+            elif _keeps_last(graph, user):
                 stack.append((user, (*steps, user)))
             else:
                 raise _Unfit(
@@ -204,9 +222,11 @@ def _trim_width(node: fx.Node) -> int | None:
 
 
 def _replay(graph: Graph, node: fx.Node, steps: tuple[fx.Node, ...]) -> fx.Node:
-    """The same moves of dimensions on another value."""
+    """The same moves of dimensions on a value of another width."""
     for step in steps:
-        if step.op == "call_method":
+        if step.target in _RESHAPES:
+            node = graph.method("reshape", node, *_reshape(step)[:-1], int(graph.shape(node)[-1]))
+        elif step.op == "call_method":
             node = graph.method(str(step.target), node, *step.args[1:], **step.kwargs)
         else:
             node = graph.call(step.target, node, *step.args[1:], **step.kwargs)  # type: ignore[arg-type]

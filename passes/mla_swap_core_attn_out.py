@@ -10,7 +10,7 @@ from torch import fx
 from latentscan.ir.block import every_attention, tail_of
 from latentscan.ir.graph import REGION, Graph, module_path
 from latentscan.ir.kept import moved
-from latentscan.ir.layout import linear_of
+from latentscan.ir.layout import is_layout, linear_of
 from latentscan.ir.ops.swap import SWAP_OUT
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
 
@@ -89,7 +89,11 @@ class MlaSwapCoreAttnOut(Pass):
 
 
 def marks(graph: Graph, attention: fx.Node) -> list[fx.Node]:
-    """The attention's output as its kernel saves it, and as the output projection does; often one storage."""
-    linear = linear_of(graph, tail_of(graph, attention)[-1])
+    """What the output projection saves, and the attention's own output if only views lie between: often one storage.
+
+    (Absorbed attention gives latents, which W_UV makes values of: those are the attention's output then.)
+    """
+    *between, last = tail_of(graph, attention)
+    linear = linear_of(graph, last)
     assert linear is not None
-    return [attention] if linear.x is attention else [attention, linear.x]
+    return [attention, linear.x] if between and all(is_layout(n) for n in between) else [linear.x]

@@ -62,7 +62,7 @@ class MlaZeroMemory(Pass):
             except BlockError as error:
                 found.append(Refusal(module, error.rule, str(error), error.remedy))
                 continue
-            facts: dict[str, Any] = {"d_in": int(graph.shape(block.input)[-1]), "input": (block.input.name,)}
+            facts: dict[str, Any] = {"input": (block.input.name,)}
             if graph.training:
                 facts["freed"] = freed(graph, block, nodes)
             note = f"{len(nodes)} calls from {block.input.name} to {nodes[-1].name} are computed again in training"
@@ -112,6 +112,8 @@ def freed(graph: Graph, block: Block, nodes: tuple[fx.Node, ...]) -> sympy.Expr:
     inside = set(nodes)
     for node in leaving(nodes):
         for user in node.users:
-            if user not in inside:
+            if user.op == "output":
+                still.add(storage_of(node))
+            elif user not in inside:
                 still |= set(kept_by(graph, user))
     return sympy.Add(*(size for storage, size in before.items() if storage not in still))
