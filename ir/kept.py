@@ -123,7 +123,7 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
             batch, _, queries, keys = (expression(s) for s in (*graph.shape(query)[:3], graph.shape(value)[2]))
             found[node, "mask"] = batch * queries * keys * item
     elif name in ("latent_attention", "sparse_latent_attention"):
-        keep(*(given.get(n) for n in ("q_latent", "q_rope", "latent", "k_rope")))
+        keep(*(given.get(n) for n in ("q_latent", "q_rope", "latent", "k_rope", "indices", "allowed")))
         rows = sympy.Mul(*(expression(s) for s in graph.shape(given["q_latent"])[:3]))
         if name == "latent_attention":  # the probabilities [B, H, S, T]
             keys = expression(graph.shape(given["latent"])[1])

@@ -25,6 +25,7 @@ REGISTRY: dict[str, str] = {
     "mla-mm-split": "latentscan.passes.mla_mm_split:MlaMmSplit",
     "latent-cache": "latentscan.passes.latent_cache:LatentCache",
     "mla-absorb": "latentscan.passes.mla_absorb:MlaAbsorb",
+    "sparse-attention": "latentscan.passes.sparse_attention:SparseAttention",
     "mla-swap-core-attn-out": "latentscan.passes.mla_swap_core_attn_out:MlaSwapCoreAttnOut",
     "mla-zero-memory": "latentscan.passes.mla_zero_memory:MlaZeroMemory",
 }

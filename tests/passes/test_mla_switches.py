@@ -83,7 +83,7 @@ def test_training_gives_the_gradients_of_eager_and_keeps_what_is_predicted(names
             rest = wrap(copy.deepcopy(plain), text(tuple(n for n in names if n not in memory)))
             without = kept_bytes(rest, **inputs)
         assert without - after == pytest.approx(freed(graph, records, BATCH, LENGTH), rel=0.05)
-        assert without - after > 0.1 * blocks
+        assert without > after
 
 
 @pytest.mark.parametrize("names", combinations())
