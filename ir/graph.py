@@ -26,6 +26,7 @@ _IMPURE_FUNCTIONS = {
     operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift,
     torch._assert, torch._assert_async,
 }  # fmt: skip
+_PURE_FUNCTIONS = {operator.and_, operator.or_, operator.not_, operator.is_}  # their names only look like writes
 _RANDOM = {"dropout", "rand", "randn", "rand_like", "randn_like", "bernoulli", "multinomial", "randint", "normal"}
 
 
@@ -284,6 +285,8 @@ def is_impure(node: fx.Node) -> bool:
     if node.op == "call_module":
         return True
     if node.op != "call_function":
+        return False
+    if node.target in _PURE_FUNCTIONS:
         return False
     if node.target in _IMPURE_FUNCTIONS or getattr(node.target, "__name__", "") in _RANDOM:
         return True

@@ -55,6 +55,7 @@ def _outline(graph: Graph, number: int, nodes: list[fx.Node], higher_order: bool
     order = {n: i for i, n in enumerate(graph.graph.nodes)}
     last = max(inputs, key=lambda n: order[n])
     anchor = last if order[last] > order[nodes[0]] else nodes[0]
+    after = _readers_before(nodes, anchor) if anchor is last else []
     with graph.graph.inserting_before(anchor) if anchor is nodes[0] else graph.graph.inserting_after(anchor):
         holder = graph.graph.get_attr(name)
     with graph.graph.inserting_after(holder):
@@ -73,5 +74,21 @@ def _outline(graph: Graph, number: int, nodes: list[fx.Node], higher_order: bool
         for user in list(old.users):
             if user not in inside:
                 user.replace_input_with(old, item)
+    place = following.prev
     for node in reversed(nodes):
         graph.graph.erase_node(node)
+    for node in after:  # what read a value of the region before the region had all its inputs
+        place.append(node)
+        place = node
+
+
+def _readers_before(nodes: list[fx.Node], anchor: fx.Node) -> list[fx.Node]:
+    """What stands outside a region and before ``anchor``, and needs the region's values, directly or not."""
+    inside, found, node = set(nodes), [], nodes[0]
+    late = set(nodes)
+    while node is not anchor:
+        if node not in inside and any(n in late for n in node.all_input_nodes):
+            found.append(node)
+            late.add(node)
+        node = node.next
+    return found

@@ -21,11 +21,15 @@ from latentscan.passes.base import Choice, Context, Pass, Refusal, Site
 # name -> module:class. One line registers a pass; the module is imported when the pass is asked for.
 REGISTRY: dict[str, str] = {
     "mha-to-mla": "latentscan.passes.mha_to_mla:MhaToMla",
+    "mla-fa-without-pad": "latentscan.passes.mla_fa_without_pad:MlaFaWithoutPad",
     "mla-mm-split": "latentscan.passes.mla_mm_split:MlaMmSplit",
     "latent-cache": "latentscan.passes.latent_cache:LatentCache",
     "mla-absorb": "latentscan.passes.mla_absorb:MlaAbsorb",
     "tensor-parallel": "latentscan.passes.tensor_parallel:TensorParallel",
     "fuse-mamba": "latentscan.lowering.fuse_mamba:FuseMamba",
+    "sparse-attention": "latentscan.passes.sparse_attention:SparseAttention",
+    "mla-swap-core-attn-out": "latentscan.passes.mla_swap_core_attn_out:MlaSwapCoreAttnOut",
+    "mla-zero-memory": "latentscan.passes.mla_zero_memory:MlaZeroMemory",
 }
 
 

@@ -26,6 +26,7 @@ from latentscan.ir.errors import CacheError
 
 # Layers that cache nothing; absent in older versions.
 _DUMMY: Any = getattr(hf, "DummyLayer", None)
+_INDEXED: Any = getattr(hf, "DynamicIndexedLayer", None)
 _HYBRID = (hf.LinearAttentionAndFullAttentionLayer, hf.LinearAttentionAndSlidingWindowAttentionLayer)
 
 ARGUMENT_NAMES = ("cache", "past_key_values", "cache_params")
@@ -171,6 +172,41 @@ class GraphLayer(_AppendMixin, CacheLayerMixin):  # type: ignore[misc]
         raise CacheError("a GraphCache cannot be offloaded", where=self.arena.where, remedy=_NO_OFFLOAD)
 
     prefetch = offload
+
+
+class IndexedLayer(GraphLayer):
+    """The cache of an attention layer with an indexer (DeepSeek-V3.2), whose keys [batch, new, dim] it holds as well."""
+
+    def __init__(self, arena: Arena, indexer: Arena) -> None:
+        super().__init__(arena)
+        self.indexer = GraphLayer(indexer)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append the indexer's keys; returns all of them, new ones included."""
+        (keys,), token = torch.ops.latentscan.cache_append(self.indexer.token, [indexer_key_states], [1])
+        self.indexer.token = token
+        return keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        kept = int(self.indexer.get_seq_length()) - self._check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+        self.indexer._forget(max(kept, 0))
+
+    def reset(self) -> None:
+        super().reset()
+        self.indexer.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self.indexer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.indexer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.indexer.batch_select_indices(indices)
 
 
 _NO_OFFLOAD = "use Hugging Face's offloaded cache on the unwrapped model"
@@ -353,6 +389,9 @@ class GraphCache(Cache):
                 layers.append(LinearLayer(layer.number_of_states, chunks=chunks, where=where))
             elif kind in _HYBRID:
                 layers.append(HybridLayer(layer.number_of_states, arena=arena, chunks=chunks, where=where))
+            elif kind is _INDEXED:
+                indexer = Arena(max_length=max_len, max_batch=max_batch, where=f"{where}, indexer")
+                layers.append(IndexedLayer(arena, indexer))
             elif kind is _DUMMY:
                 layers.append(layer)
             else:
@@ -428,8 +467,12 @@ class GraphCache(Cache):
 
     @property
     def arenas(self) -> list[Arena]:
-        """The arenas of the attention layers, in layer order."""
-        return [x.arena for x in self.layers if isinstance(x, _AppendMixin)]
+        """The arenas of the attention layers, in layer order; an indexer's follows its layer's."""
+        found = []
+        for layer in self.layers:
+            found += [layer.arena] if isinstance(layer, _AppendMixin) else []
+            found += [layer.indexer.arena] if isinstance(layer, IndexedLayer) else []
+        return found
 
     def bytes_held(self) -> int:
         """Bytes of what is cached: the valid positions of attention layers and the states of linear ones."""

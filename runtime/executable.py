@@ -13,6 +13,7 @@ from latentscan.lowering.cache import ArenaBinder, lower_cache_appends
 from latentscan.lowering.checkpoint import outline_checkpoints
 from latentscan.lowering.select import lower, resolve_target
 from latentscan.lowering.states import share_final_states
+from latentscan.lowering.swap import Swapping, lower_swaps
 from latentscan.passes.pipeline import Program
 from latentscan.runtime.binding import OwnedWeights, RecipeWeights
 from latentscan.runtime.options import Options
@@ -62,6 +63,7 @@ class Executable:
         target = resolve_target(self._options.target, device)
         inductor = self._options.use_inductor(device)
         share_final_states(graph)
+        swaps = lower_swaps(graph, inductor=inductor)
         lower(graph, target)
         outline_checkpoints(graph, higher_order=inductor)
         records = lower_cache_appends(graph.module)
@@ -72,6 +74,8 @@ class Executable:
         run: Callable[..., Any] = module.forward
         if inductor:
             run = torch.compile(module, dynamic=True, fullgraph=True)
+        if swaps:
+            run = Swapping(run)
         if not records:
             if bind is None:
                 return run

@@ -104,6 +104,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("deepseek_v2", {**_MLA, **_DEEPSEEK_MOE, "topk_method": "greedy"}),
     "deepseek_v3": ("deepseek_v3", {**_MLA, **_DEEPSEEK_MOE}),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**_MLA, **_DEEPSEEK_MOE, "index_topk": 5, "index_head_dim": 16, "index_n_heads": 2},
+    ),
     "minicpm3": ("minicpm3", _MLA),
     "kimi_linear": ("kimi_linear", {**_MLA, "layer_types": ["linear_attention", "full_attention"]}),
     "olmo_hybrid": ("olmo_hybrid", _GQA),

@@ -1,0 +1,207 @@
+"""What autograd keeps for the backward pass, storage by storage, from the formulas of the calls' derivatives.
+
+Symbolic in the graph's sizes. Views share their base's storage and are counted once; parameters and inputs are not
+counted, as everywhere in :mod:`latentscan.ir.cost`. Calls whose derivative is not listed here count with everything
+that they read and make, an upper bound.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from latentscan.ir.block import from_weights, is_parameter, sides_of, tensors_of
+from latentscan.ir.cost import bytes_expression
+from latentscan.ir.graph import REGION, VALUE, Graph
+from latentscan.ir.layout import is_layout, linear_of
+from latentscan.ir.ops.base import REGISTRY
+from latentscan.ir.ops.swap import SWAP_OUT
+from latentscan.ir.sizes import expression
+
+Sizes = dict[Any, sympy.Expr]  # storage (or a node, for what has no node of its own) -> bytes
+
+_NOTHING = {
+    operator.add, operator.sub, operator.neg, torch.add, torch.sub, torch.neg, torch.mean, torch.sum, torch.where,
+    "add", "sub", "neg", "mean", "sum", "to", "float", "half", "bfloat16", "type_as", "detach", "size",
+    torch._C._nn.pad,
+    "new_ones", "new_zeros", "scatter", "topk", "expand", torch.arange, F.pad, torch.sym_min, torch.sym_max,
+}  # fmt: skip
+_PRODUCTS = {
+    operator.mul, torch.mul, "mul", operator.matmul, torch.matmul, torch.bmm, torch.mm, torch.einsum, "matmul", "bmm",
+    operator.truediv, torch.div, "div",
+}  # fmt: skip
+_OF_INPUT = {operator.pow, torch.pow, "pow", F.silu, F.gelu, "square", torch.square}
+_OF_OUTPUT = {
+    torch.rsqrt, "rsqrt", torch.sqrt, "sqrt", torch.exp, "exp", torch.sigmoid, "sigmoid", torch.tanh, "tanh",
+    torch.softmax, F.softmax, "softmax", F.relu, torch.relu, "relu",
+}  # fmt: skip
+
+
+def storage_of(node: fx.Node) -> Any:
+    """The key of a node's storage: nodes that are views of each other have the same."""
+    tensors = tensors_of(node.meta.get(VALUE))
+    return tensors[0].untyped_storage()._cdata if tensors else None
+
+
+def _size(node: fx.Node) -> sympy.Expr:
+    return expression(tensors_of(node.meta.get(VALUE))[0].untyped_storage().nbytes())
+
+
+def _trained(graph: Graph, node: Any) -> bool:
+    if not isinstance(node, fx.Node):
+        return False
+    weight = graph.weights.get(node.name)
+    if weight is None:
+        return any(t.is_floating_point() for t in tensors_of(node.meta.get(VALUE)))
+    real = isinstance(weight.value, torch.nn.Parameter)
+    return weight.value.requires_grad if real else is_parameter(graph, node)
+
+
+def kept_by(graph: Graph, node: fx.Node) -> Sizes:
+    """What one call keeps: storage -> bytes."""
+    found: Sizes = {}
+
+    def keep(*values: Any) -> None:
+        for value in values:
+            if isinstance(value, fx.Node) and value.op != "placeholder" and not from_weights(graph, value):
+                found[storage_of(value)] = _size(value)
+
+    target, inputs = node.target, node.all_input_nodes
+    if not any(t.is_floating_point() for t in tensors_of(node.meta.get(VALUE))):
+        return found
+    info = REGISTRY.get(target)
+    linear = linear_of(graph, node)
+    if linear is not None:
+        if _trained(graph, linear.weight):
+            keep(linear.x)
+    elif info is not None:
+        _canonical(graph, node, info.name, found, keep)
+    elif target in _NOTHING or is_layout(node):
+        pass
+    elif target in _PRODUCTS:
+        operands = [n for n in inputs if tensors_of(n.meta.get(VALUE))]
+        if len(operands) == 2:
+            keep(*[a for a, b in (operands, operands[::-1]) if _trained(graph, b)])
+        elif len(operands) > 2:
+            keep(*operands)
+    elif target in _OF_INPUT:
+        keep(*inputs[:1])
+    elif target in _OF_OUTPUT:
+        keep(node)
+    else:
+        keep(*inputs, node)
+    return found
+
+
+def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) -> None:
+    """Canonical ops as the reference target computes them."""
+    given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # type: ignore[union-attr]
+    if name == "rope":
+        keep(given["cos"], given["sin"])
+    elif name == "attention":
+        query, value = given["q"], given["v"]
+        rows = sympy.Mul(*(expression(s) for s in graph.shape(query)[:3]))
+        width, wide = graph.shape(query)[-1], graph.shape(value)[-1]
+        item = graph.value(value).element_size()
+        keep(query, given["k"])
+        if graph.value(node).device.type == "cpu" and width != wide:
+            # The fused CPU kernel wants one head dim: the narrower ones are padded, and its output is kept padded.
+            keys = sympy.Mul(*(expression(s) for s in graph.shape(value)[:3]))
+            found[node, "value"] = keys * expression(width) * item
+            found[node, "out"] = rows * expression(width) * item
+        else:
+            keep(value)
+            found[_result(graph, node)] = bytes_expression(graph.value(node))
+        found[node, "logsumexp"] = rows * max(4, item)
+        if given.get("padding") is not None or given.get("mask") is not None:  # the additive mask [B, 1, S, T]
+            batch, _, queries, keys = (expression(s) for s in (*graph.shape(query)[:3], graph.shape(value)[2]))
+            found[node, "mask"] = batch * queries * keys * item
+    elif name in ("latent_attention", "sparse_latent_attention"):
+        keep(*(given.get(n) for n in ("q_latent", "q_rope", "latent", "k_rope", "indices", "allowed")))
+        rows = sympy.Mul(*(expression(s) for s in graph.shape(given["q_latent"])[:3]))
+        if name == "latent_attention":  # the probabilities [B, H, S, T]
+            keys = expression(graph.shape(given["latent"])[1])
+            batch, _, queries = (expression(s) for s in graph.shape(given["q_latent"])[:3])
+            alone = given.get("padding") is None and given.get("mask") is None
+            found[node, "probabilities"] = rows * keys * 4
+            found[node, "mask"] = queries * keys * (1 if alone else batch)
+    elif name == "swap_out":
+        pass
+    elif REGISTRY[node.target].differentiable:
+        keep(*node.all_input_nodes, node)
+
+
+def _result(graph: Graph, attention: fx.Node) -> Any:
+    """The storage of an attention's output: kernels lay it out [B, S, H, D], so that bringing heads last is free."""
+    node = attention
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "call_method" and user.target in ("transpose", "contiguous", "reshape", "flatten", "view"):
+            node = user
+        else:
+            break
+    return storage_of(node)
+
+
+def kept(graph: Graph, nodes: Iterable[fx.Node]) -> Sizes:
+    """What the calls of ``nodes`` keep together."""
+    found: Sizes = {}
+    for node in nodes:
+        found.update(kept_by(graph, node))
+    return found
+
+
+def total(sizes: Sizes) -> sympy.Expr:
+    """Bytes of all storages."""
+    return sympy.Add(*sizes.values())
+
+
+# -- with recomputed regions and swapped values ---------------------------------------------------------------------
+
+
+def host_keys(graph: Graph) -> set[Any]:
+    """The storages that ``swap_out`` marks: they are held by the host."""
+    found: set[Any] = set()
+    for node in graph.calls(SWAP_OUT.op):
+        if len(node.args) < 2 or not node.args[1]:
+            found |= _keys(graph, node.args[0]) | {storage_of(node)}
+    return found
+
+
+def _keys(graph: Graph, node: Any) -> set[Any]:
+    """The storage of a value, and what an attention keeps of its own output."""
+    return {storage_of(node), (node, "out")}
+
+
+def moved(graph: Graph, *values: fx.Node) -> sympy.Expr:
+    """Bytes that training keeps now of the storages of ``values``."""
+    keys = set().union(*(_keys(graph, v) for v in values))
+    return sympy.Add(*(size for key, size in training(graph).items() if key in keys))
+
+
+def training(graph: Graph) -> Sizes:
+    """What a training step holds on the device between its forward and its backward: storage -> bytes.
+
+    A recompute region keeps what it reads from outside, and nothing else.
+    """
+    found: Sizes = {}
+    regions: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if REGION in node.meta:
+            regions.setdefault(node.meta[REGION], []).append(node)
+        else:
+            found.update(kept_by(graph, node))
+    for nodes in regions.values():
+        for side in sides_of(tuple(nodes)):
+            if side.op != "placeholder" and not from_weights(graph, side):
+                found[storage_of(side)] = _size(side)
+    away = host_keys(graph)
+    return {key: size for key, size in found.items() if key not in away}
