@@ -24,6 +24,7 @@ REGISTRY: dict[str, str] = {
     "mla-mm-split": "latentscan.passes.mla_mm_split:MlaMmSplit",
     "latent-cache": "latentscan.passes.latent_cache:LatentCache",
     "mla-absorb": "latentscan.passes.mla_absorb:MlaAbsorb",
+    "mamba-context-parallel": "latentscan.passes.mamba_context_parallel:MambaContextParallel",
 }
 
 
