@@ -29,6 +29,7 @@ from latentscan.ir.axes import (
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import SmallNumbers, is_layout, linear_of
 from latentscan.ir.ops import base
+from latentscan.ir.ops.exchange import SWAPS
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
 _FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
@@ -55,11 +56,13 @@ class Tokens:
     Attributes:
         dims: value -> the dimension that runs over tokens (alone, or with the batch outside it), or PARTIAL.
         ends: nodes that mix tokens. masks: attention masks made of the lengths alone or of position ids.
+        positions: nodes that count the tokens from 0, which is right on the first rank only.
     """
 
     dims: dict[fx.Node, int] = field(default_factory=dict)
     ends: list[End] = field(default_factory=list)
     masks: set[fx.Node] = field(default_factory=set)
+    positions: list[fx.Node] = field(default_factory=list)
 
 
 def follow_tokens(graph: Graph, handled: set[fx.Node]) -> Tokens:
@@ -100,7 +103,9 @@ class _Walk:
     def _end(self, node: fx.Node, rule: str, why: str) -> None:
         self.tokens.ends.append(End(node, rule, why))
         for _, leaf in results(node):  # go on as if it had kept them, to find further ends
-            dim = next((self.tokens.dims[n] for n in tensor_inputs(node) if self.tokens.dims.get(n, PARTIAL) >= 0), None)
+            dim = next(
+                (self.tokens.dims[n] for n in tensor_inputs(node) if self.tokens.dims.get(n, PARTIAL) >= 0), None
+            )
             if dim is not None and dim < len(self.graph.shape(leaf)):
                 self.tokens.dims[leaf] = dim
 
@@ -112,10 +117,10 @@ class _Walk:
             return
         if name in _MASKS:
             self.tokens.masks.add(op)
-        elif self.tokens.masks.intersection(op.all_input_nodes) and op not in self.handled:
-            self._end(op, "mask-read", f"{op.name} reads an attention mask, which spans the whole sequence")
-        elif op in self.handled:
+        elif op in self.handled or getattr(op.target, "_opname", "") in _RULES:
             self._canonical(op)
+        elif self.tokens.masks.intersection(op.all_input_nodes):
+            self._end(op, "mask-read", f"{op.name} reads an attention mask, which spans the whole sequence")
         elif not inputs:
             self._made(op, name)
         elif any(dims[n] == PARTIAL for n in inputs):
@@ -144,7 +149,12 @@ class _Walk:
         if not is_tensor(op) or name in _FILLS:
             return
         sizes = [s for s in self.graph.shape(op) if isinstance(s, torch.SymInt)]
-        if any(s.node.expr.free_symbols & self.lengths for s in sizes):
+        if not any(s.node.expr.free_symbols & self.lengths for s in sizes):
+            return
+        if name == "arange" and len(op.args) <= 2 and (len(op.args) == 1 or op.args[0] == 0):
+            self.tokens.positions.append(op)
+            self.tokens.dims[op] = 0
+        else:
             self._end(
                 op, "positions-from-length",
                 f"{op.name} ({name}) counts from 0 on every rank; positions must come in as position_ids",
@@ -198,7 +208,9 @@ class _Walk:
         return torch.arange(size) % length
 
     def _layout(self, op: fx.Node, inputs: list[fx.Node]) -> None:
-        given = {n: (self._labels(n) if n in inputs else torch.full(self._small_shape(n), -1)) for n in tensor_inputs(op)}
+        given = {
+            n: (self._labels(n) if n in inputs else torch.full(self._small_shape(n), -1)) for n in tensor_inputs(op)
+        }
         value = execute(op, self.small, {n: t.contiguous() for n, t in given.items()})
         for place, leaf in results(op):
             labels = item(value, place)
@@ -224,10 +236,15 @@ class _Walk:
         info = base.REGISTRY.get(op.target)
         name = getattr(op.target, "_opname", "")
         leaves = results(op)
-        if info is None or (op not in self.handled and name not in _TOKENWISE_OPS):
-            self._end(op, _RULES.get(name, "mixes-tokens"), f"{op.name} ({name or name_of(op)}) looks at the whole sequence")
-            if info is None:
-                return
+        if op not in self.handled and name not in _TOKENWISE_OPS:
+            self._end(
+                op, _RULES.get(name, "mixes-tokens"), f"{op.name} ({name or name_of(op)}) looks at the whole sequence"
+            )
+        if info is None:  # an exchange: heads against tokens lie as before, messages hold no tokens
+            for _, leaf in leaves:
+                if len(self.graph.shape(leaf)) == 4 and op.target in SWAPS:
+                    self.tokens.dims[leaf] = 2
+            return
         for place, leaf in leaves:
             axes = info.axes.get(f"out{place[0]}" if place else "out", ())
             if axes and axes[0] == "...":

@@ -12,6 +12,7 @@ import sympy
 
 from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import Graph
+from latentscan.ir.mesh import Mesh
 
 
 class Tier(enum.Enum):
@@ -85,6 +86,8 @@ class Context:
             differentiable in place (the plain backend).
         required: (pass name, module path) that must be rewritten in this graph, because old weights are gone.
         meta: weights hold no numbers (planning on the meta device).
+        pipeline: names of all passes of the run, in order.
+        mesh: what parallel passes split the model over, and which rank this is; None: one process.
     """
 
     facts: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -92,6 +95,8 @@ class Context:
     own_parameters: bool = False
     required: frozenset[tuple[str, str]] = frozenset()
     meta: bool = False
+    mesh: Mesh | None = None
+    pipeline: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

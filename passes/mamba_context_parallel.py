@@ -10,20 +10,11 @@ import torch
 from torch import fx
 
 from latentscan.ir.graph import Graph, module_path
-from latentscan.ir.mesh import Axis, Mesh
+from latentscan.ir.mesh import Axis
 from latentscan.ir.mla import argument
-from latentscan.ir.ops import exchange, ssm, ssm_exchange
-from latentscan.ir.ops.collectives import copy_to
-from latentscan.ir.tokens import PARTIAL, Tokens, follow_tokens
+from latentscan.ir.ops import exchange, ssm_exchange
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
-
-SCAN, CONV = ssm.chunk_scan.op, ssm.causal_conv1d.op
-_REMEDIES = {
-    "attention": "add ulysses to the pipeline",
-    "positions-from-length": "give position_ids: latentscan.split_batch does",
-    "loss-averaged": "give shift_labels and num_items_in_batch: latentscan.split_batch does",
-    "tokens-moved": "give shift_labels instead of labels that the model shifts: latentscan.split_batch does",
-}
+from latentscan.passes.context_parallel import CONV, SCAN, cp_axis, ends_here, finish, sums_site, whole_graph
 
 
 @dataclass(frozen=True)
@@ -48,43 +39,24 @@ class MambaContextParallel(Pass):
         scans = graph.calls(SCAN)
         refusals = [r for n in (*scans, *graph.calls(CONV)) if (r := _refused(n))]
         if scans:
-            refusals += whole_graph(graph, handled(graph))
+            refusals += whole_graph(graph, context)
         if refusals or not scans:
             return list(refusals)
         found: list[Site | Refusal] = []
         for node in (*graph.calls(CONV), *scans):
             found.append(_scan_site(graph, node, axis) if node.target is SCAN else _conv_site(graph, node, axis))
-        return [*found, Site("", "sums", "", {"ranks": axis.size}, "gradients of weights and the loss are summed over cp")]
+        return [*found, sums_site(axis)] if ends_here(self.name, context) else found
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
         axis = cp_axis(context.mesh)
         if site.rule == "sums":
-            finish(graph, follow_tokens(graph, handled(graph)), axis, self.name)
+            finish(graph, axis, self.name)
             return
         node = graph.node(site.anchor)
         if node.target is SCAN:
             _split_scan(graph, node, axis, self.name)
         else:
             _exchange_tail(graph, node, axis, self.name)
-
-
-def cp_axis(mesh: Mesh | None) -> Axis:
-    return (mesh or Mesh()).axis("cp")
-
-
-def handled(graph: Graph) -> set[fx.Node]:
-    """Nodes that look beyond their own token and are taken care of, before or after the rewrite."""
-    return set(graph.calls(SCAN, CONV, ssm_exchange.state_output.op, ssm_exchange.chunk_state.op))
-
-
-def whole_graph(graph: Graph, taken: set[fx.Node]) -> list[Refusal]:
-    """Everything that would look beyond a shard. One is enough: a sequence is split for all nodes or for none."""
-    if any(getattr(n.target, "_opname", "") == "cache_append" for n in graph.nodes):
-        return [Refusal("", "cached", "the graph fills a cache, which would hold a shard only", "use_cache=False")]
-    return [
-        Refusal(e.module, e.rule, e.why, _REMEDIES.get(e.rule, "leave this pass out; the layer needs all tokens"))
-        for e in follow_tokens(graph, taken).ends
-    ]
 
 
 def _refused(node: fx.Node) -> Refusal | None:
@@ -169,22 +141,3 @@ def _split_scan(graph: Graph, node: fx.Node, axis: Axis, name: str) -> None:
 
 def _item(graph: Graph, node: fx.Node, index: int) -> fx.Node:
     return graph.call(operator.getitem, node, index)
-
-
-def finish(graph: Graph, tokens: Tokens, axis: Axis, name: str) -> None:
-    """Sum the gradients of weights, and outputs that are sums over tokens, over the ranks."""
-    if graph.training:
-        for weight in [n for n in graph.nodes if n.op == "placeholder" and graph.weight(n) is not None]:
-            if not graph.weight(weight).value.requires_grad or not weight.users:  # type: ignore[union-attr]
-                continue
-            users = list(weight.users)
-            with graph.after(weight, name):
-                summed = graph.call(copy_to, weight, axis.name, axis.group)
-            for user in users:
-                user.replace_input_with(weight, summed)
-    output = next(n for n in graph.nodes if n.op == "output")
-    for node in list(output.all_input_nodes):
-        if tokens.dims.get(node) == PARTIAL:
-            with graph.before(output, name):
-                total = graph.call(exchange.sum_partial, node, axis.name, axis.group)
-            output.replace_input_with(node, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import re
@@ -24,6 +25,7 @@ REGISTRY: dict[str, str] = {
     "mla-mm-split": "latentscan.passes.mla_mm_split:MlaMmSplit",
     "latent-cache": "latentscan.passes.latent_cache:LatentCache",
     "mla-absorb": "latentscan.passes.mla_absorb:MlaAbsorb",
+    "ulysses": "latentscan.passes.ulysses:Ulysses",
     "mamba-context-parallel": "latentscan.passes.mamba_context_parallel:MambaContextParallel",
 }
 
@@ -188,6 +190,7 @@ def run(
         VerifyError and any error of a pass: the graph is then as it was before that pass.
     """
     records = list(records or [])
+    context = dataclasses.replace(context, pipeline=tuple(p.name for p in passes))
     for index in range(start, len(passes)):
         current = passes[index]
         record = PassRecord(current.name, current.text(), current.tier.value, nodes_before=len(graph.nodes))

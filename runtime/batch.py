@@ -45,7 +45,9 @@ def split_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         whole["shift_labels"] = shifted(whole["labels"], seq_idx)
     if whole.get("shift_labels") is not None and whole.get("num_items_in_batch") is None:
         whole["num_items_in_batch"] = (whole["shift_labels"] != IGNORED).sum()
-    if whole.get("position_ids") is None:
+    if (
+        whole.get("position_ids") is None and seq_idx is not None
+    ):  # otherwise the passes count on from the shards before
         whole["position_ids"] = positions(rows, length, seq_idx, first.device)
     share = length // axis.size
     part = slice(axis.rank * share, (axis.rank + 1) * share)

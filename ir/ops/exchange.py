@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  (registers shapes of _c10d_functional's ops)
+import torch.distributed._functional_collectives
 from torch import Tensor
 
 from latentscan.ir.errors import MeshError
@@ -215,4 +215,48 @@ def sum_partial(x: Tensor, axis: str, group: str) -> Tensor:
     return _SumPartial.apply(x, group) if group else x.clone()
 
 
-COLLECTIVES = (tail_start, edge_ids, gather_start, sum_partial)
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: bool, size: int, group: str) -> Tensor:
+        ctx.where = heads, size, group
+        return _swap(x, heads, size, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        heads, size, group = ctx.where
+        return _swap(grad, not heads, size, group), None, None, None
+
+
+def _swap(x: Tensor, heads: bool, size: int, group: str) -> Tensor:
+    b, h, s, d = x.shape
+    parts = x.unflatten(1, (size, h // size)) if heads else x.unflatten(2, (size, s // size)).transpose(1, 2)
+    parts = parts.transpose(0, 1).contiguous()  # one part a rank, outermost
+    if group:
+        even = [parts.numel() // size] * size
+        parts = _OPS.wait_tensor(_OPS.all_to_all_single(parts.view(-1), even, even, group)).view(parts.shape)
+    if heads:  # [rank, b, h/R, s, d] -> [b, h/R, R s, d]
+        return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return parts.permute(1, 0, 2, 3, 4).flatten(1, 2)  # [rank, b, h, s/R, d] -> [b, R h, s/R, d]
+
+
+def to_heads(x: Tensor, axis: str, size: int, group: str) -> Tensor:
+    """[b, H, L/R, d], all heads of this rank's tokens -> [b, H/R, L, d], this rank's heads of all tokens."""
+    return _Swap.apply(x, True, size, group)
+
+
+def to_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
+    """[b, H/R, L, d] -> [b, H, L/R, d]: the way back from :func:`to_heads`."""
+    return _Swap.apply(x, False, size, group)
+
+
+def gather_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
+    """[b, L/R] -> [b, L], for masks and position ids. No gradients."""
+    x = x.contiguous()
+    if not group:
+        return x.repeat(1, size)
+    every = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x[None], size, group))
+    return every.transpose(0, 1).flatten(1, 2)
+
+
+SWAPS = (to_heads, to_tokens)
+MESSAGES = (tail_start, tail_wait, edge_ids, pack_state, gather_start, gather_wait, entering_state, gather_tokens)

@@ -20,7 +20,7 @@ from latentscan.ir.mesh import Axis, Mesh
 from latentscan.ir.ops import collectives, exchange
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import parse, run
-from latentscan.runtime.batch import split_batch
+from latentscan.runtime.batch import IGNORED, shifted, split_batch
 from latentscan.runtime.tiny import build
 
 STEPS, BATCH, LENGTH = 3, 2, 24
@@ -61,7 +61,27 @@ def parallel(model: torch.nn.Module, pipeline: str, mesh: Mesh) -> Any:
     return call
 
 
-def train(model: torch.nn.Module, call: Any, given: list[dict[str, Any]]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def apart(model: torch.nn.Module) -> Any:
+    """The definition of packing: every sequence of a row in a call of its own."""
+
+    def call(input_ids: Any, labels: Any, seq_idx: Any, **kwargs: Any) -> Any:
+        moved = shifted(labels, seq_idx)
+        count, total = (moved != IGNORED).sum(), 0.0
+        for ids, row_labels, row in zip(input_ids, moved, seq_idx, strict=True):
+            for number in row.unique():
+                mine = row == number
+                given = {"input_ids": ids[mine][None], "shift_labels": row_labels[mine][None]}
+                out = model(**given, labels=given["shift_labels"], num_items_in_batch=count, **kwargs)
+                total = total + out.loss
+        out.loss = total
+        return out
+
+    return call
+
+
+def train(
+    model: torch.nn.Module, call: Any, given: list[dict[str, Any]]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the steps, and all gradients of the last one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -69,7 +89,7 @@ def train(model: torch.nn.Module, call: Any, given: list[dict[str, Any]]) -> tup
         optimizer.zero_grad()
         loss = call(**batch, use_cache=False).loss
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     return losses, grads
@@ -86,7 +106,7 @@ def main() -> None:
         sabotage(dropped)
     one, many = build(family).train(), build(family).train()
     given = batches(one.config.vocab_size, "packed" in words)
-    want, want_grads = train(one, one, given)
+    want, want_grads = train(one, apart(one) if "packed" in words else one, given)
     pipeline = next((w.removeprefix("pipeline=") for w in words if w.startswith("pipeline=")), "mamba-context-parallel")
     got, grads = train(many, parallel(many, pipeline, mesh), [split_batch(b, mesh) for b in given])
     worst = {n: float((grads[n] - g).norm() / (g.norm() + 1e-12)) for n, g in want_grads.items()}
