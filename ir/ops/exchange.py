@@ -228,7 +228,7 @@ class _Swap(torch.autograd.Function):
 
 
 def _swap(x: Tensor, heads: bool, size: int, group: str) -> Tensor:
-    b, h, s, d = x.shape
+    h, s = x.shape[1:3]
     parts = x.unflatten(1, (size, h // size)) if heads else x.unflatten(2, (size, s // size)).transpose(1, 2)
     parts = parts.transpose(0, 1).contiguous()  # one part a rank, outermost
     if group:

@@ -51,7 +51,11 @@ def test_shards_give_the_scan_of_the_whole(data):
     shards, batch = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
     lengths = [data.draw(st.integers(1, 9)) for _ in range(shards)]
     groups = data.draw(st.sampled_from([1, 2]))
-    heads, width, states = groups * data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    heads, width, states = (
+        groups * data.draw(st.integers(1, 2)),
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 4)),
+    )
     packed, total = data.draw(st.booleans()), sum(lengths)
     g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
 
@@ -59,7 +63,11 @@ def test_shards_give_the_scan_of_the_whole(data):
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     x, dt, bias, A = draw(batch, total, heads, width), draw(batch, total, heads), draw(heads), -draw(heads).exp()
-    Bs, Cs, init = draw(batch, total, groups, states), draw(batch, total, groups, states), draw(batch, heads, width, states)
+    Bs, Cs, init = (
+        draw(batch, total, groups, states),
+        draw(batch, total, groups, states),
+        draw(batch, heads, width, states),
+    )
     seq_idx = (torch.rand(batch, total, generator=g) < 0.3).long().cumsum(1) if packed else None
     y, final = chunk_scan_recurrence(x, dt, A, Bs, Cs, None, None, bias, init, seq_idx, **SCAN)
     h, start, got = init, 0, []
