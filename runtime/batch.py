@@ -16,8 +16,8 @@ def split_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """This rank's part of a batch along the mesh's axis ``cp``.
 
     Labels are shifted by one before they are cut (as ``shift_labels``), so a shard's last token is trained on the next
-    shard's first; ``num_items_in_batch`` counts the trained tokens of all ranks, so the ranks' losses add up to the mean
-    over all of them. Position ids are those of the whole sequence.
+    shard's first; ``num_items_in_batch`` counts the trained tokens of all ranks, so the ranks' losses add up to
+    the mean over all of them. Position ids are those of the whole sequence.
 
     Args:
         batch: ``input_ids`` or ``inputs_embeds`` [b, L, ...], and whatever else goes with them: tensors whose second
@@ -37,7 +37,8 @@ def split_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     if length % axis.size:
         raise MeshError(
             f"{length} tokens cannot be shared evenly by {axis.size} ranks",
-            where="split_batch", remedy=f"pad the batch to {length + -length % axis.size} tokens, labels with {IGNORED}",
+            where="split_batch",
+            remedy=f"pad the batch to {length + -length % axis.size} tokens, labels with {IGNORED}",
         )  # fmt: skip
     whole = dict(batch)
     seq_idx = whole.get("seq_idx")

@@ -1,8 +1,8 @@
-"""One rank of a context-parallel training run, compared with one process. Started by torchrun-like environment variables.
+"""One rank of a context-parallel training run, compared with one process; started as torchrun does.
 
     python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=NAME]
 
-Writes what differs to OUT (json) on rank 0. ``drop=NAME`` replaces one kind of collective by its local part: a sabotage.
+Writes what differs to OUT (json) on rank 0. ``drop=NAME`` leaves one kind of collective out: a sabotage.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def main() -> None:
     worst = {n: float((grads[n] - g).norm() / (g.norm() + 1e-12)) for n, g in want_grads.items()}
     told = {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)),
-        "gradient": max(worst.values()), "where": max(worst, key=worst.get), "names": sorted(grads) == sorted(want_grads),
+        "gradient": max(worst.values()), "where": max(worst, key=worst.get),
+        "names": sorted(grads) == sorted(want_grads),
     }  # fmt: skip
     every: list[Any] = [None] * size
     dist.all_gather_object(every, told)

@@ -23,7 +23,7 @@ def ranks(tmp_path, size: int, family: str, *words: str) -> list[dict]:
     out = tmp_path / "out.json"
     base = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     command = [sys.executable, "-m", "latentscan.tests.distributed.context_parallel_worker", family, str(out), *words]
-    logs = [open(tmp_path / f"log{r}", "w+") for r in range(size)]
+    logs = [(tmp_path / f"log{r}").open("w+") for r in range(size)]
     running = [
         subprocess.Popen(command, env=base | {"RANK": str(r)}, stdout=log, stderr=subprocess.STDOUT)
         for r, log in enumerate(logs)

@@ -47,7 +47,7 @@ def test_gradients_against_finite_differences(name):
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_shards_give_the_scan_of_the_whole(data):
-    """MATH 6 in one process: local scans from zero, states folded over the shards, the entering state's output added."""
+    """MATH 6 in one process: local scans from zero, states folded over the shards, their output added."""
     shards, batch = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
     lengths = [data.draw(st.integers(1, 9)) for _ in range(shards)]
     groups = data.draw(st.sampled_from([1, 2]))
