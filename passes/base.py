@@ -86,6 +86,7 @@ class Context:
             differentiable in place (the plain backend).
         required: (pass name, module path) that must be rewritten in this graph, because old weights are gone.
         meta: weights hold no numbers (planning on the meta device).
+        pipeline: names of all passes of the run, in order.
         mesh: what parallel passes split the model over, and which rank this is; None: one process.
     """
 
@@ -95,6 +96,7 @@ class Context:
     required: frozenset[tuple[str, str]] = frozenset()
     meta: bool = False
     mesh: Mesh | None = None
+    pipeline: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

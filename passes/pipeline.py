@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import re
@@ -30,6 +31,8 @@ REGISTRY: dict[str, str] = {
     "sparse-attention": "latentscan.passes.sparse_attention:SparseAttention",
     "mla-swap-core-attn-out": "latentscan.passes.mla_swap_core_attn_out:MlaSwapCoreAttnOut",
     "mla-zero-memory": "latentscan.passes.mla_zero_memory:MlaZeroMemory",
+    "ulysses": "latentscan.passes.ulysses:Ulysses",
+    "mamba-context-parallel": "latentscan.passes.mamba_context_parallel:MambaContextParallel",
 }
 
 
@@ -193,6 +196,7 @@ def run(
         VerifyError and any error of a pass: the graph is then as it was before that pass.
     """
     records = list(records or [])
+    context = dataclasses.replace(context, pipeline=tuple(p.name for p in passes))
     for index in range(start, len(passes)):
         current = passes[index]
         record = PassRecord(current.name, current.text(), current.tier.value, nodes_before=len(graph.nodes))

@@ -38,7 +38,7 @@ from latentscan.kernels.reference import ssm_norm as norm_ref
 Axes = dict[str, tuple[str, ...]]
 
 _HEADS: Axes = {"A": ("heads",), "D": ("heads",), "dt_bias": ("heads",)}
-_CHUNK_SCAN: Axes = {
+CHUNK_SCAN_AXES: Axes = {
     "x": ("batch", "seq", "heads", "head_dim"),
     "dt": ("batch", "seq", "heads"),
     "B": ("batch", "seq", "groups", "d_state"),
@@ -97,7 +97,7 @@ _OTHER_FORMS: dict[str, Axes] = {
 
 def _check(op: str, axes: Axes, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
     """Raise KernelError where one axis has two sizes or a tensor the wrong number of them; unknown sizes pass."""
-    sizes: dict[str, tuple[str, Any]] = {}
+    known_sizes: dict[str, tuple[str, Any]] = {}
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is None:
             continue
@@ -110,13 +110,13 @@ def _check(op: str, axes: Axes, names: tuple[str, ...], tensors: tuple[Tensor | 
             expected = f"[{', '.join(form)}]" + (f" or [{', '.join(other)}]" if other else "")
             raise KernelError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}", where=op)
         for axis, size in zip(form, tensor.shape, strict=True):
-            first, known = sizes.setdefault(axis, (name, size))
+            first, known = known_sizes.setdefault(axis, (name, size))
             if statically_known_true(known != size):
                 raise KernelError(f"{axis} is {known} in {first} and {size} in {name}", where=op)
-    if "seq" in sizes and statically_known_true(sizes["seq"][1] == 0):
+    if "seq" in known_sizes and statically_known_true(known_sizes["seq"][1] == 0):
         raise KernelError("the sequence is empty", where=op, remedy="give at least one token")
-    if "groups" in sizes and "heads" in sizes:
-        heads, groups = sizes["heads"][1], sizes["groups"][1]
+    if "groups" in known_sizes and "heads" in known_sizes:
+        heads, groups = known_sizes["heads"][1], known_sizes["groups"][1]
         if statically_known_true(heads % groups != 0):
             raise KernelError(f"{heads} heads cannot share {groups} groups evenly", where=op)
 
@@ -139,13 +139,13 @@ def _kernel(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
 # --- cost ------------------------------------------------------------------------------------------------------------
 
 
-def _sizes(*values: Any) -> list[sympy.Expr]:
+def sizes(*values: Any) -> list[sympy.Expr]:
     """Sizes as sympy expressions: symbolic sizes keep their symbols."""
     return [v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(int(v)) for v in values]
 
 
 def _bytes(*tensors: Tensor | None) -> sympy.Expr:
-    return sum((sympy.Mul(*_sizes(*t.shape)) * t.element_size() for t in tensors if t is not None), sympy.Integer(0))
+    return sum((sympy.Mul(*sizes(*t.shape)) * t.element_size() for t in tensors if t is not None), sympy.Integer(0))
 
 
 def _traffic(flops: sympy.Expr, read: tuple[Any, ...], written: Any) -> Cost:
@@ -155,8 +155,8 @@ def _traffic(flops: sympy.Expr, read: tuple[Any, ...], written: Any) -> Cost:
 
 def _chunk_scan_flops(x: Tensor, B: Tensor, chunk_size: int, *, square: int, square_groups: int, states: int) -> Any:
     """Matmul work: ``square`` products of [Q, Q] with x per head, ``square_groups`` per group, ``states`` with h."""
-    b, length, heads, head_dim = _sizes(*x.shape)
-    groups, d_state, chunk = _sizes(B.shape[2], B.shape[3], chunk_size)
+    b, length, heads, head_dim = sizes(*x.shape)
+    groups, d_state, chunk = sizes(B.shape[2], B.shape[3], chunk_size)
     chunk = sympy.Min(chunk, length)
     inside = square * heads * head_dim + square_groups * groups * d_state
     return 2 * b * length * (chunk * inside + states * heads * head_dim * d_state)
@@ -165,7 +165,7 @@ def _chunk_scan_flops(x: Tensor, B: Tensor, chunk_size: int, *, square: int, squ
 # --- declaration -----------------------------------------------------------------------------------------------------
 
 
-def _define_with_backward(
+def define_with_backward(
     name: str,
     arguments: str,
     options: str,
@@ -260,26 +260,26 @@ def _define_with_backward(
     return info, backward_info
 
 
-def _state_dtype(x: Tensor) -> torch.dtype:
+def state_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-_LIMITS = "bool dt_softplus, float dt_min, float dt_max"
+LIMITS = "bool dt_softplus, float dt_min, float dt_max"
 _MIXED = "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None"
 
-chunk_scan, chunk_scan_backward = _define_with_backward(
+chunk_scan, chunk_scan_backward = define_with_backward(
     "chunk_scan",
     "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "
     f"{_MIXED}, Tensor? init_state=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None",
-    f"int chunk_size, {_LIMITS}",
+    f"int chunk_size, {LIMITS}",
     ("y", "final_state"),
-    axes=_CHUNK_SCAN,
-    out_axes=(_CHUNK_SCAN["x"], _CHUNK_SCAN["init_state"]),
+    axes=CHUNK_SCAN_AXES,
+    out_axes=(CHUNK_SCAN_AXES["x"], CHUNK_SCAN_AXES["init_state"]),
     reference=ssm_ref.chunk_scan,
     reference_backward=ssm_ref.chunk_scan_backward,
     fake=lambda x, dt, A, B, *_, **__: (
         x.new_empty(x.shape),
-        x.new_empty((x.shape[0], *x.shape[2:], B.shape[-1]), dtype=_state_dtype(x)),
+        x.new_empty((x.shape[0], *x.shape[2:], B.shape[-1]), dtype=state_dtype(x)),
     ),
     flops=lambda x, dt, A, B, *_, chunk_size, **__: _chunk_scan_flops(
         x, B, chunk_size, square=1, square_groups=1, states=2
@@ -290,21 +290,21 @@ chunk_scan, chunk_scan_backward = _define_with_backward(
     constant=("seq_idx", "cu_seqlens"),
 )
 
-state_update, state_update_backward = _define_with_backward(
+state_update, state_update_backward = define_with_backward(
     "state_update",
     f"Tensor state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, {_MIXED}",
-    _LIMITS,
+    LIMITS,
     ("y", "new_state"),
     axes=_STATE_UPDATE,
     out_axes=(_STATE_UPDATE["x"], _STATE_UPDATE["state"]),
     reference=ssm_ref.state_update,
     reference_backward=ssm_ref.state_update_backward,
     fake=lambda state, x, *_, **__: (x.new_empty(x.shape), state.new_empty(state.shape)),
-    flops=lambda state, *_, **__: 5 * sympy.Mul(*_sizes(*state.shape)),
-    flops_backward=lambda state, *_, **__: 14 * sympy.Mul(*_sizes(*state.shape)),
+    flops=lambda state, *_, **__: 5 * sympy.Mul(*sizes(*state.shape)),
+    flops_backward=lambda state, *_, **__: 14 * sympy.Mul(*sizes(*state.shape)),
 )
 
-selective_scan, selective_scan_backward = _define_with_backward(
+selective_scan, selective_scan_backward = define_with_backward(
     "selective_scan",
     "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, "
     "Tensor? D=None, Tensor? z=None, Tensor? delta_bias=None, Tensor? init_state=None",
@@ -316,13 +316,13 @@ selective_scan, selective_scan_backward = _define_with_backward(
     reference_backward=selective_ref.selective_scan_backward,
     fake=lambda u, delta, A, *_, **__: (
         u.new_empty(u.shape),
-        u.new_empty((u.shape[0], *A.shape), dtype=_state_dtype(u)),
+        u.new_empty((u.shape[0], *A.shape), dtype=state_dtype(u)),
     ),
-    flops=lambda u, delta, A, *_, **__: 9 * sympy.Mul(*_sizes(*u.shape, A.shape[1])),
-    flops_backward=lambda u, delta, A, *_, **__: 25 * sympy.Mul(*_sizes(*u.shape, A.shape[1])),
+    flops=lambda u, delta, A, *_, **__: 9 * sympy.Mul(*sizes(*u.shape, A.shape[1])),
+    flops_backward=lambda u, delta, A, *_, **__: 25 * sympy.Mul(*sizes(*u.shape, A.shape[1])),
 )
 
-causal_conv1d, causal_conv1d_backward = _define_with_backward(
+causal_conv1d, causal_conv1d_backward = define_with_backward(
     "causal_conv1d",
     "Tensor x, Tensor weight, Tensor? bias=None, Tensor? init_state=None, Tensor? seq_idx=None",
     "str activation",
@@ -335,12 +335,12 @@ causal_conv1d, causal_conv1d_backward = _define_with_backward(
         x.new_empty(x.shape),
         x.new_empty((x.shape[0], x.shape[2], weight.shape[1] - 1)),
     ),
-    flops=lambda x, weight, *_, **__: 2 * sympy.Mul(*_sizes(*x.shape, weight.shape[1])),
-    flops_backward=lambda x, weight, *_, **__: 6 * sympy.Mul(*_sizes(*x.shape, weight.shape[1])),
+    flops=lambda x, weight, *_, **__: 2 * sympy.Mul(*sizes(*x.shape, weight.shape[1])),
+    flops_backward=lambda x, weight, *_, **__: 6 * sympy.Mul(*sizes(*x.shape, weight.shape[1])),
     constant=("seq_idx",),
 )
 
-conv_update, conv_update_backward = _define_with_backward(
+conv_update, conv_update_backward = define_with_backward(
     "conv_update",
     "Tensor x, Tensor conv_state, Tensor weight, Tensor? bias=None",
     "str activation",
@@ -350,11 +350,11 @@ conv_update, conv_update_backward = _define_with_backward(
     reference=conv_ref.conv_update,
     reference_backward=conv_ref.conv_update_backward,
     fake=lambda x, conv_state, *_, **__: (x.new_empty(x.shape), conv_state.new_empty(conv_state.shape)),
-    flops=lambda x, conv_state, weight, *_, **__: 2 * sympy.Mul(*_sizes(*x.shape, weight.shape[1])),
-    flops_backward=lambda x, conv_state, weight, *_, **__: 6 * sympy.Mul(*_sizes(*x.shape, weight.shape[1])),
+    flops=lambda x, conv_state, weight, *_, **__: 2 * sympy.Mul(*sizes(*x.shape, weight.shape[1])),
+    flops_backward=lambda x, conv_state, weight, *_, **__: 6 * sympy.Mul(*sizes(*x.shape, weight.shape[1])),
 )
 
-gated_rms_norm, gated_rms_norm_backward = _define_with_backward(
+gated_rms_norm, gated_rms_norm_backward = define_with_backward(
     "gated_rms_norm",
     "Tensor x, Tensor? z, Tensor weight",
     "float eps, int group_size, bool norm_before_gate",
@@ -364,6 +364,6 @@ gated_rms_norm, gated_rms_norm_backward = _define_with_backward(
     reference=norm_ref.gated_rms_norm,
     reference_backward=norm_ref.gated_rms_norm_backward,
     fake=lambda x, *_, **__: (x.new_empty(x.shape),),
-    flops=lambda x, *_, **__: 9 * sympy.Mul(*_sizes(*x.shape)),
-    flops_backward=lambda x, *_, **__: 25 * sympy.Mul(*_sizes(*x.shape)),
+    flops=lambda x, *_, **__: 9 * sympy.Mul(*sizes(*x.shape)),
+    flops_backward=lambda x, *_, **__: 25 * sympy.Mul(*sizes(*x.shape)),
 )

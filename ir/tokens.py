@@ -1,0 +1,292 @@
+"""Which dimension of every value runs over the tokens of the sequence, and which nodes would look beyond a shard.
+
+A node *keeps* tokens if what it computes for a token depends on that token alone: then each rank may compute its own
+tokens of a split sequence. Layout nodes are judged by executing them on token numbers, canonical ops by their axes,
+everything else by a list of functions that are known to; what is not known is an end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from latentscan.ir.axes import (
+    execute,
+    is_matmul,
+    is_pointwise,
+    is_reduction,
+    is_tensor,
+    item,
+    name_of,
+    producer,
+    reduced_dims,
+    results,
+    tensor_inputs,
+)
+from latentscan.ir.graph import Graph, module_path
+from latentscan.ir.layout import SmallNumbers, is_layout, linear_of
+from latentscan.ir.ops import base
+from latentscan.ir.ops.exchange import SWAPS
+
+PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
+_FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
+_MASKS = ("causal_mask", "packing_mask", "fit_padding")
+
+
+@dataclass(frozen=True)
+class End:
+    """A node that looks at other tokens than its own, or may: ``rule`` in kebab-case, ``why`` with values."""
+
+    node: fx.Node
+    rule: str
+    why: str
+
+    @property
+    def module(self) -> str:
+        return module_path(self.node)
+
+
+@dataclass
+class Tokens:
+    """Where tokens lie.
+
+    Attributes:
+        dims: value -> the dimension that runs over tokens (alone, or with the batch outside it), or PARTIAL.
+        ends: nodes that mix tokens. masks: attention masks made of the lengths alone or of position ids.
+        positions: nodes that count the tokens from 0, which is right on the first rank only.
+    """
+
+    dims: dict[fx.Node, int] = field(default_factory=dict)
+    ends: list[End] = field(default_factory=list)
+    masks: set[fx.Node] = field(default_factory=set)
+    positions: list[fx.Node] = field(default_factory=list)
+
+
+def follow_tokens(graph: Graph, handled: set[fx.Node]) -> Tokens:
+    """Follow the tokens from the graph's inputs to its outputs.
+
+    Args:
+        handled: nodes that something else takes care of: their results have tokens where their axes say "seq".
+    """
+    return _Walk(graph, handled).run()
+
+
+class _Walk:
+    def __init__(self, graph: Graph, handled: set[fx.Node]) -> None:
+        self.graph, self.handled = graph, handled
+        self.small, self.tokens = SmallNumbers(), Tokens()
+        self.lengths: set[Any] = set()  # symbols of the number of tokens
+        self.counts: list[int] = []  # the small numbers that stand for them
+
+    def run(self) -> Tokens:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._seed(node)
+            elif node.op in ("call_function", "call_method"):
+                self._visit(node)
+        return self.tokens
+
+    def _seed(self, node: fx.Node) -> None:
+        value = self.graph.value(node)
+        if self.graph.weight(node) is not None or not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return
+        self.tokens.dims[node] = 1
+        size = value.shape[1]
+        if isinstance(size, torch.SymInt):
+            self.lengths |= size.node.expr.free_symbols
+        if self.small(size) not in self.counts:
+            self.counts.append(self.small(size))
+
+    def _end(self, node: fx.Node, rule: str, why: str) -> None:
+        self.tokens.ends.append(End(node, rule, why))
+        for _, leaf in results(node):  # go on as if it had kept them, to find further ends
+            dim = next(
+                (self.tokens.dims[n] for n in tensor_inputs(node) if self.tokens.dims.get(n, PARTIAL) >= 0), None
+            )
+            if dim is not None and dim < len(self.graph.shape(leaf)):
+                self.tokens.dims[leaf] = dim
+
+    def _visit(self, op: fx.Node) -> None:
+        dims = self.tokens.dims
+        name = getattr(op.target, "_opname", name_of(op))
+        inputs = [n for n in tensor_inputs(op) if n in dims]
+        if producer(op) is not op:  # an item of a tuple: followed with its producer
+            return
+        if name in _MASKS:
+            self.tokens.masks.add(op)
+        elif op in self.handled or getattr(op.target, "_opname", "") in _RULES:
+            self._canonical(op)
+        elif self.tokens.masks.intersection(op.all_input_nodes):
+            self._end(op, "mask-read", f"{op.name} reads an attention mask, which spans the whole sequence")
+        elif not inputs:
+            self._made(op, name)
+        elif any(dims[n] == PARTIAL for n in inputs):
+            self._of_sums(op, name, inputs)
+        elif name == "cross_entropy":
+            self._loss(op)
+        elif linear_of(self.graph, op) is not None or name == "linear":
+            self._linear(op, inputs)
+        elif is_layout(op):
+            self._layout(op, inputs)
+        elif name == "embedding":
+            dims[op] = dims[inputs[0]]
+        elif op.target in base.REGISTRY:
+            self._canonical(op)
+        elif is_pointwise(op):
+            self._pointwise(op, inputs)
+        elif is_reduction(op):
+            self._reduction(op, inputs)
+        elif is_matmul(op):
+            self._matmul(op, inputs)
+        elif is_tensor(op) or results(op):
+            self._end(op, "unknown-node", f"{op.name} ({name}) is not known to keep tokens apart")
+
+    def _made(self, op: fx.Node, name: str) -> None:
+        """A value that depends on no token: weights, or something made from the sequence's length."""
+        if not is_tensor(op) or name in _FILLS:
+            return
+        sizes = [s for s in self.graph.shape(op) if isinstance(s, torch.SymInt)]
+        if not any(s.node.expr.free_symbols & self.lengths for s in sizes):
+            return
+        if name == "arange" and len(op.args) <= 2 and (len(op.args) == 1 or op.args[0] == 0):
+            self.tokens.positions.append(op)
+            self.tokens.dims[op] = 0
+        else:
+            self._end(
+                op, "positions-from-length",
+                f"{op.name} ({name}) counts from 0 on every rank; positions must come in as position_ids",
+            )  # fmt: skip
+
+    def _of_sums(self, op: fx.Node, name: str, inputs: list[fx.Node]) -> None:
+        """Partial sums stay partial under scaling and adding up."""
+        dims = self.tokens.dims
+        partial = [n for n in inputs if dims[n] == PARTIAL]
+        others = [a for a in op.args if a not in partial]
+        scaled = name in ("mul", "truediv", "div", "true_divide", "to", "float", "neg") and len(partial) == 1
+        if name in ("truediv", "div", "true_divide"):
+            scaled = scaled and op.args[0] in partial
+        added = name in ("add", "sub") and not others
+        if not any(dims[n] >= 0 for n in inputs) and (scaled or added):
+            dims[op] = PARTIAL
+        else:
+            self._end(op, "not-a-sum", f"{op.name} ({name}) is no scaling or sum of what each rank's tokens give")
+
+    def _loss(self, op: fx.Node) -> None:
+        reduction = op.kwargs.get("reduction", op.args[6] if len(op.args) > 6 else "mean")
+        if reduction == "sum":
+            self.tokens.dims[op] = PARTIAL
+        elif reduction == "none":
+            self.tokens.dims[op] = self.tokens.dims[op.args[0]]  # type: ignore[index]
+        else:
+            self._end(op, "loss-averaged", f"{op.name} divides by the tokens of this rank instead of all ranks'")
+            self.tokens.dims[op] = PARTIAL
+
+    def _linear(self, op: fx.Node, inputs: list[fx.Node]) -> None:
+        dims, rank = self.tokens.dims, len(self.graph.shape(op))
+        linear = linear_of(self.graph, op)
+        x = linear.x if linear is not None else op.args[0]
+        others = [n for n in inputs if n is not x]
+        if others or dims[x] == len(self.graph.shape(x)) - 1:  # type: ignore[index, arg-type]
+            self._end(op, "linear-in-tokens", f"{op.name} is linear along the sequence")
+        else:
+            dims[op] = dims[x] if rank == len(self.graph.shape(x)) else 0  # type: ignore[index, arg-type]
+
+    def _labels(self, node: fx.Node) -> torch.Tensor:
+        """Token numbers of every element."""
+        shape = [self.small(s) for s in self.graph.shape(node)]
+        dim = self.tokens.dims[node]
+        view = [1] * len(shape)
+        view[dim] = shape[dim]
+        return self._numbers(shape[dim]).reshape(view).expand(shape)
+
+    def _numbers(self, size: int) -> torch.Tensor:
+        """0, 1, ... for each batch row: ``size`` is the number of tokens of a row, or of all rows."""
+        length = size if size in self.counts else next((n for n in self.counts if size % n == 0), size)
+        return torch.arange(size) % length
+
+    def _layout(self, op: fx.Node, inputs: list[fx.Node]) -> None:
+        given = {
+            n: (self._labels(n) if n in inputs else torch.full(self._small_shape(n), -1)) for n in tensor_inputs(op)
+        }
+        value = execute(op, self.small, {n: t.contiguous() for n, t in given.items()})
+        for place, leaf in results(op):
+            labels = item(value, place)
+            fits = [d for d in range(labels.dim()) if self._runs_along(labels, d)]
+            if len(fits) == 1:
+                self.tokens.dims[leaf] = fits[0]
+            else:
+                self._end(op, "tokens-moved", f"{op.name} ({name_of(op)}) drops, repeats or reorders tokens")
+                return
+
+    def _small_shape(self, node: fx.Node) -> list[int]:
+        return [self.small(s) for s in self.graph.shape(node)]
+
+    def _runs_along(self, labels: torch.Tensor, dim: int) -> bool:
+        size = labels.shape[dim]
+        view = [1] * labels.dim()
+        view[dim] = size
+        whole = any(size % n == 0 for n in self.counts)
+        return whole and bool((labels == self._numbers(size).reshape(view)).all())
+
+    def _canonical(self, op: fx.Node) -> None:
+        """An op whose axes say where the tokens are; unless handled it must do nothing along them."""
+        info = base.REGISTRY.get(op.target)
+        name = getattr(op.target, "_opname", "")
+        leaves = results(op)
+        if op not in self.handled and name not in _TOKENWISE_OPS:
+            self._end(
+                op, _RULES.get(name, "mixes-tokens"), f"{op.name} ({name or name_of(op)}) looks at the whole sequence"
+            )
+        if info is None:  # an exchange: heads against tokens lie as before, messages hold no tokens
+            for _, leaf in leaves:
+                if len(self.graph.shape(leaf)) == 4 and op.target in SWAPS:
+                    self.tokens.dims[leaf] = 2
+            return
+        for place, leaf in leaves:
+            axes = info.axes.get(f"out{place[0]}" if place else "out", ())
+            if axes and axes[0] == "...":
+                self.tokens.dims[leaf] = self.tokens.dims[tensor_inputs(op)[0]]
+            elif "seq" in axes:
+                self.tokens.dims[leaf] = axes.index("seq")
+
+    def _pointwise(self, op: fx.Node, inputs: list[fx.Node]) -> None:
+        dims, rank = self.tokens.dims, len(self.graph.shape(op))
+        from_end = {len(self.graph.shape(n)) - dims[n] for n in inputs}
+        if len(from_end) > 1:
+            self._end(op, "tokens-crossed", f"{op.name} combines values whose tokens lie along different dimensions")
+            return
+        dims[op] = rank - from_end.pop()
+
+    def _reduction(self, op: fx.Node, inputs: list[fx.Node]) -> None:
+        dims = self.tokens.dims
+        over, keeps = reduced_dims(self.graph, op)
+        dim = dims[inputs[0]]
+        if dim not in over:
+            dims[op] = dim if keeps else dim - sum(d < dim for d in over)
+        elif name_of(op) == "sum":
+            dims[op] = PARTIAL
+        else:
+            self._end(op, "mixes-tokens", f"{op.name} ({name_of(op)}) works along the sequence")
+
+    def _matmul(self, op: fx.Node, inputs: list[fx.Node]) -> None:
+        dims, rank = self.tokens.dims, len(self.graph.shape(op))
+        found = set()
+        for side, node in enumerate(op.args[:2]):
+            if node not in inputs:
+                continue
+            from_end = len(self.graph.shape(node)) - dims[node]  # type: ignore[index, arg-type]
+            if from_end == (1, 2)[side]:
+                self._end(op, "mixes-tokens", f"{op.name} sums along the sequence")
+                return
+            found.add(rank - from_end)
+        if len(found) == 1:
+            dims[op] = found.pop()
+        else:
+            self._end(op, "mixes-tokens", f"{op.name} multiplies tokens with tokens")
+
+
+_TOKENWISE_OPS = {"rope", "gated_rms_norm"}
+_RULES = {"attention": "attention", "latent_attention": "attention", "selective_scan": "selective-scan"}

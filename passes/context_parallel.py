@@ -1,0 +1,87 @@
+"""What the passes of a context-parallel axis share: the check of the whole graph, and the sums over the ranks."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from latentscan.ir.graph import Graph
+from latentscan.ir.mesh import Axis, Mesh
+from latentscan.ir.mla import attentions
+from latentscan.ir.ops import exchange, ssm, ssm_exchange
+from latentscan.ir.ops.collectives import copy_to
+from latentscan.ir.tokens import PARTIAL, follow_tokens
+from latentscan.passes.base import Context, Refusal, Site
+
+SCAN, CONV = ssm.chunk_scan.op, ssm.causal_conv1d.op
+NAMES = ("mamba-context-parallel", "ulysses")
+_REMEDIES = {
+    "attention": "add ulysses to the pipeline",
+    "positions-from-length": "give position_ids: latentscan.split_batch does",
+    "loss-averaged": "give shift_labels and num_items_in_batch: latentscan.split_batch does",
+    "tokens-moved": "give shift_labels instead of labels that the model shifts: latentscan.split_batch does",
+}
+
+
+def cp_axis(mesh: Mesh | None) -> Axis:
+    return (mesh or Mesh()).axis("cp")
+
+
+def ends_here(name: str, context: Context) -> bool:
+    """Whether a pass is the pipeline's last one over the axis: it sums what all of them leave partial."""
+    mine = [n for n in context.pipeline if n in NAMES]
+    return not mine or mine[-1] == name
+
+
+def handled(graph: Graph, names: tuple[str, ...]) -> set[fx.Node]:
+    """Nodes that look beyond their own token and are taken care of, before or after the rewrite."""
+    taken = set(graph.calls(*exchange.SWAPS, *exchange.MESSAGES))
+    if "mamba-context-parallel" in names:
+        taken |= set(graph.calls(SCAN, CONV, ssm_exchange.state_output.op, ssm_exchange.chunk_state.op))
+    if "ulysses" in names:
+        taken |= set(attentions(graph))
+    return taken
+
+
+def whole_graph(graph: Graph, context: Context) -> list[Refusal]:
+    """Everything that would look beyond a shard. One is enough: a sequence is split for all nodes or for none."""
+    if any(getattr(n.target, "_opname", "") == "cache_append" for n in graph.nodes):
+        return [Refusal("", "cached", "the graph fills a cache, which would hold a shard only", "use_cache=False")]
+    return [
+        Refusal(e.module, e.rule, e.why, _REMEDIES.get(e.rule, "leave this pass out; the layer needs all tokens"))
+        for e in follow_tokens(graph, handled(graph, context.pipeline)).ends
+    ]
+
+
+def sums_site(axis: Axis) -> Site:
+    return Site("", "sums", "", {"ranks": axis.size}, "gradients of weights and the loss are summed over cp")
+
+
+def finish(graph: Graph, axis: Axis, name: str) -> None:
+    """Sum the gradients of weights, and outputs that are sums over tokens, over the ranks; count positions from the
+    shard's first token."""
+    tokens = follow_tokens(graph, handled(graph, NAMES))
+    for node in tokens.positions:
+        length = node.args[0] if len(node.args) == 1 else node.args[1]
+        users = list(node.users)
+        with graph.after(node, name):
+            first = graph.call(operator.mul, length, axis.rank)
+            shifted = graph.call(operator.add, node, first)
+        for user in users:
+            user.replace_input_with(node, shifted)
+    if graph.training:
+        for weight in [n for n in graph.nodes if n.op == "placeholder" and graph.weight(n) is not None]:
+            if not graph.weight(weight).value.requires_grad or not weight.users:  # type: ignore[union-attr]
+                continue
+            users = list(weight.users)
+            with graph.after(weight, name):
+                summed = graph.call(copy_to, weight, axis.name, axis.group)
+            for user in users:
+                user.replace_input_with(weight, summed)
+    output = next(n for n in graph.nodes if n.op == "output")
+    for node in list(output.all_input_nodes):
+        if tokens.dims.get(node) == PARTIAL:
+            with graph.before(output, name):
+                total = graph.call(exchange.sum_partial, node, axis.name, axis.group)
+            output.replace_input_with(node, total)

@@ -1,0 +1,79 @@
+"""Context parallelism's view of a batch: each rank's consecutive tokens of everything that runs along the sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from latentscan.ir.errors import MeshError
+from latentscan.ir.mesh import Mesh
+
+IGNORED = -100  # the label that a loss leaves out
+
+
+def split_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """This rank's part of a batch along the mesh's axis ``cp``.
+
+    Labels are shifted by one before they are cut (as ``shift_labels``), so a shard's last token is trained on the next
+    shard's first; ``num_items_in_batch`` counts the trained tokens of all ranks, so the ranks' losses add up to
+    the mean over all of them. Position ids are those of the whole sequence.
+
+    Args:
+        batch: ``input_ids`` or ``inputs_embeds`` [b, L, ...], and whatever else goes with them: tensors whose second
+            dimension is L are cut, others are passed on. ``seq_idx`` [b, L] numbers packed sequences.
+
+    Returns:
+        A new dictionary; what is cut is contiguous.
+
+    Raises:
+        MeshError: there is no axis, or L is not divisible by its size.
+    """
+    axis = mesh.axis("cp")
+    first = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
+    if first is None:
+        raise MeshError("the batch holds neither input_ids nor inputs_embeds", where="split_batch")
+    rows, length = first.shape[:2]
+    if length % axis.size:
+        raise MeshError(
+            f"{length} tokens cannot be shared evenly by {axis.size} ranks",
+            where="split_batch",
+            remedy=f"pad the batch to {length + -length % axis.size} tokens, labels with {IGNORED}",
+        )  # fmt: skip
+    whole = dict(batch)
+    seq_idx = whole.get("seq_idx")
+    if whole.get("labels") is not None and whole.get("shift_labels") is None:
+        whole["shift_labels"] = shifted(whole["labels"], seq_idx)
+    if whole.get("shift_labels") is not None and whole.get("num_items_in_batch") is None:
+        whole["num_items_in_batch"] = (whole["shift_labels"] != IGNORED).sum()
+    if (
+        whole.get("position_ids") is None and seq_idx is not None
+    ):  # otherwise the passes count on from the shards before
+        whole["position_ids"] = positions(rows, length, seq_idx, first.device)
+    share = length // axis.size
+    part = slice(axis.rank * share, (axis.rank + 1) * share)
+    return {k: _cut(v, length, part) for k, v in whole.items()}
+
+
+def _cut(value: Any, length: int, part: slice) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length:
+        return value[:, part].contiguous()
+    return value
+
+
+def shifted(labels: torch.Tensor, seq_idx: torch.Tensor | None) -> torch.Tensor:
+    """The label of the next token at each token, [b, L]; none behind the last, or across packed sequences."""
+    moved = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
+    if seq_idx is not None:
+        moved[:, :-1] = moved[:, :-1].masked_fill(seq_idx[:, 1:] != seq_idx[:, :-1], IGNORED)
+    return moved
+
+
+def positions(rows: int, length: int, seq_idx: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Places in the whole sequence, [b, L]; from 0 in every packed sequence."""
+    place = torch.arange(length, device=device).expand(rows, length)
+    if seq_idx is None:
+        return place
+    starts = torch.ones_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return place - torch.where(starts, place, 0).cummax(1).values

@@ -1,0 +1,142 @@
+"""One rank of a context-parallel training run, compared with one process; started as torchrun does.
+
+    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=NAME]
+
+Writes what differs to OUT (json) on rank 0. ``drop=NAME`` leaves one kind of collective out: a sabotage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from latentscan.ir.capture import MARK, from_dynamo, trace_settings
+from latentscan.ir.frontends import register_all
+from latentscan.ir.mesh import Axis, Mesh
+from latentscan.ir.ops import collectives, exchange
+from latentscan.passes.base import Context
+from latentscan.passes.pipeline import parse, run
+from latentscan.runtime.batch import IGNORED, shifted, split_batch
+from latentscan.runtime.tiny import build
+
+STEPS, BATCH, LENGTH = 3, 2, 24
+
+
+def batches(vocabulary: int, packed: bool) -> list[dict[str, torch.Tensor]]:
+    g = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(STEPS):
+        ids = torch.randint(3, vocabulary, (BATCH, LENGTH), generator=g)
+        labels = ids.masked_fill(torch.rand(BATCH, LENGTH, generator=g) < 0.2, -100)
+        batch = {"input_ids": ids, "labels": labels}
+        if packed:
+            starts = torch.rand(BATCH, LENGTH, generator=g) < 0.2
+            starts[0, LENGTH // dist.get_world_size()] = True  # exactly at a shard's edge
+            batch["seq_idx"] = starts.int().cumsum(1).int()
+        found.append(batch)
+    return found
+
+
+def parallel(model: torch.nn.Module, pipeline: str, mesh: Mesh) -> Any:
+    """The model's forward through the passes, each rank on its shard."""
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graph = from_dynamo(module, inputs, training=True)
+        program = run(graph, parse(pipeline), Context(mesh=mesh))
+        assert program.graph is not None
+        return program.graph.module.forward
+
+    setattr(backend, MARK, True)
+    register_all()
+    compiled = torch.compile(type(model).forward.__get__(model), backend=backend, fullgraph=True, dynamic=True)
+
+    def call(**kwargs: Any) -> Any:
+        with trace_settings():
+            return compiled(**kwargs)
+
+    return call
+
+
+def apart(model: torch.nn.Module) -> Any:
+    """The definition of packing: every sequence of a row in a call of its own."""
+
+    def call(input_ids: Any, labels: Any, seq_idx: Any, **kwargs: Any) -> Any:
+        moved = shifted(labels, seq_idx)
+        count, total = (moved != IGNORED).sum(), 0.0
+        for ids, row_labels, row in zip(input_ids, moved, seq_idx, strict=True):
+            for number in row.unique():
+                mine = row == number
+                given = {"input_ids": ids[mine][None], "shift_labels": row_labels[mine][None]}
+                out = model(**given, labels=given["shift_labels"], num_items_in_batch=count, **kwargs)
+                total = total + out.loss
+        out.loss = total
+        return out
+
+    return call
+
+
+def train(
+    model: torch.nn.Module, call: Any, given: list[dict[str, Any]]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the steps, and all gradients of the last one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in given:
+        optimizer.zero_grad()
+        loss = call(**batch, use_cache=False).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return losses, grads
+
+
+def main() -> None:
+    family, out, *words = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = Mesh((Axis("cp", size, rank, dist.group.WORLD.group_name),))
+    dropped = next((w.removeprefix("drop=") for w in words if w.startswith("drop=")), "")
+    if dropped:
+        sabotage(dropped)
+    one, many = build(family).train(), build(family).train()
+    given = batches(one.config.vocab_size, "packed" in words)
+    want, want_grads = train(one, apart(one) if "packed" in words else one, given)
+    pipeline = next((w.removeprefix("pipeline=") for w in words if w.startswith("pipeline=")), "mamba-context-parallel")
+    got, grads = train(many, parallel(many, pipeline, mesh), [split_batch(b, mesh) for b in given])
+    worst = {n: float((grads[n] - g).norm() / (g.norm() + 1e-12)) for n, g in want_grads.items()}
+    told = {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)),
+        "gradient": max(worst.values()), "where": max(worst, key=worst.get),
+        "names": sorted(grads) == sorted(want_grads),
+    }  # fmt: skip
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, told)
+    if rank == 0:
+        with open(out, "w") as file:
+            json.dump(every, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def sabotage(name: str) -> None:
+    """Let one kind of collective do nothing but its local part."""
+    if name == "copy_to":
+        collectives.sum_over = lambda x, group: x
+    elif name == "sum_partial":
+        exchange.sum_over = lambda x, group: x
+    elif name == "tail":
+        exchange._ring = lambda x, step, size, rank, group: exchange._OPS.all_reduce(x.reshape(-1) * 0, "sum", group)
+    elif name == "state":
+        exchange.entering_state = lambda m, init, ids, p, rank: tuple(
+            torch.zeros_like(m[0][..., 1:].unflatten(-1, (p, -1))) for _ in range(2)
+        )
+
+
+if __name__ == "__main__":
+    main()
