@@ -17,6 +17,7 @@ _PUBLIC = {
     "refresh": "latentscan.runtime.wrap",
     "load": "latentscan.runtime.checkpoint",
     "GraphCache": "latentscan.runtime.cache",
+    "split_batch": "latentscan.runtime.batch",
     "attention": "latentscan.ir.ops.functional",
     "latent_attention": "latentscan.ir.ops.functional",
     "chunk_scan": "latentscan.lowering.functional",

@@ -296,7 +296,7 @@ def check_facts(current: Pass, record: PassRecord, context: Context, cached: boo
         required |= set(context.facts)
     for name, module in sorted(required):
         if name == current.name and module not in at:
-            why = next((r.reason for r in record.refusals if r.module == module), "it is not in this graph")
+            why = next((r.reason for r in record.refusals if r.module in (module, "")), "it is not in this graph")
             raise VerifyError(
                 f"this graph cannot be rewritten as planned: {why}",
                 where=f"{current.name} at {module}",

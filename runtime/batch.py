@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import MeshError
-from latentscan.ir.mesh import Mesh
+from latentscan.runtime.mesh import seen_from_here
 
 IGNORED = -100  # the label that a loss leaves out
 
 
-def split_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
     """This rank's part of a batch along the mesh's axis ``cp``.
 
     Labels are shifted by one before they are cut (as ``shift_labels``), so a shard's last token is trained on the next
@@ -23,13 +23,15 @@ def split_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         batch: ``input_ids`` or ``inputs_embeds`` [b, L, ...], and whatever else goes with them: tensors whose second
             dimension is L are cut, others are passed on. ``seq_idx`` [b, L] numbers packed sequences.
 
+        mesh: a wrapped model's, a DeviceMesh with named axes, or text such as ``cp=2``.
+
     Returns:
         A new dictionary; what is cut is contiguous.
 
     Raises:
         MeshError: there is no axis, or L is not divisible by its size.
     """
-    axis = mesh.axis("cp")
+    axis = seen_from_here(mesh).axis("cp")
     first = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
     if first is None:
         raise MeshError("the batch holds neither input_ids nor inputs_embeds", where="split_batch")

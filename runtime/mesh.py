@@ -13,6 +13,7 @@ from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
 
 PARALLEL = ("tensor-parallel",)  # passes that need a mesh, and leave a rank its part of the weights
+SEQUENCE = ("mamba-context-parallel", "ulysses")  # passes that need one, and leave a rank its part of the tokens
 
 
 def bind_mesh(given: Any, model: torch.nn.Module) -> Mesh | None:
@@ -59,6 +60,32 @@ def bind_mesh(given: Any, model: torch.nn.Module) -> Mesh | None:
         group = given.get_group(name)
         axes.append(Axis(name, int(given.size(index)), int(given.get_local_rank(name)), group.group_name))
     return Mesh(tuple(axes))
+
+
+def seen_from_here(given: Any) -> Mesh:
+    """A mesh as this rank sees it, for what sends nothing: a Mesh, a DeviceMesh with named axes, or text.
+
+    Raises:
+        MeshError: text, and torch.distributed does not run with as many ranks.
+    """
+    if isinstance(given, Mesh):
+        return given
+    if not isinstance(given, str):
+        sizes = zip(given.mesh_dim_names, given.shape, strict=True)
+        return Mesh(tuple(Axis(n, int(s), int(given.get_local_rank(n))) for n, s in sizes))
+    import torch.distributed as dist
+
+    planned = parse_mesh(given)
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if world != planned.size:
+        raise MeshError(
+            f"mesh {given!r} has {planned.size} ranks, torch.distributed has {world}",
+            remedy="start as many processes, and initialise torch.distributed first",
+        )
+    left, places = dist.get_rank() if world > 1 else 0, {}
+    for axis in reversed(planned.axes):
+        left, places[axis.name] = divmod(left, axis.size)
+    return planned.at(**places)
 
 
 def group_of(axis: Axis) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from latentscan.runtime.binding import refresh_folded
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
-from latentscan.runtime.mesh import PARALLEL, bind_mesh, check_alike
+from latentscan.runtime.mesh import PARALLEL, SEQUENCE, bind_mesh, check_alike
 from latentscan.runtime.models import check_model, make_tables
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
@@ -82,10 +83,10 @@ def wrap(
         from latentscan.runtime.calibration import statistics_for
 
         statistics = statistics_for(model, passes, options.calibration)
-    if options.mesh is not None and not any(p.name in PARALLEL for p in passes):
+    if options.mesh is not None and not any(p.name in PARALLEL + SEQUENCE for p in passes):
         raise PipelineError(
             f"mesh {options.mesh!r} is given, but no pass of the pipeline uses it",
-            remedy=f"add one of {', '.join(PARALLEL)}, or leave mesh out",
+            remedy=f"add one of {', '.join(PARALLEL + SEQUENCE)}, or leave mesh out",
         )
     mesh = bind_mesh(options.mesh, model)
     if mesh is not None:
@@ -103,18 +104,17 @@ def wrap(
     return model
 
 
-def planning_graph(model: torch.nn.Module, *, batch: int = 2, length: int = 6) -> Graph:
-    """The graph that decisions are made on: evaluation, filling an empty GraphCache, dynamic batch and length."""
+def planning_graph(model: torch.nn.Module, *, batch: int = 2, length: int = 6, cached: bool = True) -> Graph:
+    """The graph that decisions are made on: evaluation, dynamic batch and length, filling an empty GraphCache."""
     device = next(model.parameters()).device
     make_tables(model)
     ids = torch.ones(batch, length, dtype=torch.long, device=device)
     modes = {m: m.training for m in model.modules()}
     inputs: dict[str, Any] = {"input_ids": ids}
-    try:
-        inputs[cache_argument(model)] = GraphCache.for_model(model)
-        inputs["use_cache"] = True
-    except LatentscanError:
-        inputs["use_cache"] = False
+    inputs["use_cache"] = False
+    if cached:
+        with contextlib.suppress(LatentscanError):
+            inputs |= {cache_argument(model): GraphCache.for_model(model), "use_cache": True}
     try:
         model.eval()
         return capture(model, inputs=inputs)
@@ -126,7 +126,7 @@ def planning_graph(model: torch.nn.Module, *, batch: int = 2, length: int = 6) -
 def make_plan(model: torch.nn.Module, options: Options, context: Context) -> ModelPlan:
     """Decide once, on a capture that computes nothing."""
     passes = parse(options.pipeline)
-    graph = planning_graph(model)
+    graph = planning_graph(model, cached=not any(p.name in SEQUENCE for p in passes))
     with inspection(model, graph, options, context) as hooks:
         program = run(graph, passes, context, hooks=hooks)
         return plan_of(program, to_text(passes))
@@ -157,6 +157,7 @@ def plan_of(program: Program, pipeline: str) -> ModelPlan:
     facts = facts_of(program.records)
     gone = set(released)
     required = frozenset((r.maker, r.module) for r in recipes if gone & set(r.sources))
+    required |= {(name, module) for name, module in facts if name in SEQUENCE}  # a shard is never taken for the whole
     return ModelPlan(pipeline, facts, tuple(recipes), tuple(released), required, tuple(forms[0].records))
 
 

@@ -14,14 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from latentscan.ir.capture import MARK, from_dynamo, trace_settings
-from latentscan.ir.frontends import register_all
-from latentscan.ir.mesh import Axis, Mesh
 from latentscan.ir.ops import collectives, exchange
-from latentscan.passes.base import Context
-from latentscan.passes.pipeline import parse, run
 from latentscan.runtime.batch import IGNORED, shifted, split_batch
-from latentscan.runtime.tiny import build
+from latentscan.runtime.wrap import wrap
+from latentscan.tests.models import build
 
 STEPS, BATCH, LENGTH = 3, 2, 24
 
@@ -39,26 +35,6 @@ def batches(vocabulary: int, packed: bool) -> list[dict[str, torch.Tensor]]:
             batch["seq_idx"] = starts.int().cumsum(1).int()
         found.append(batch)
     return found
-
-
-def parallel(model: torch.nn.Module, pipeline: str, mesh: Mesh) -> Any:
-    """The model's forward through the passes, each rank on its shard."""
-
-    def backend(module: Any, inputs: Any) -> Any:
-        graph = from_dynamo(module, inputs, training=True)
-        program = run(graph, parse(pipeline), Context(mesh=mesh))
-        assert program.graph is not None
-        return program.graph.module.forward
-
-    setattr(backend, MARK, True)
-    register_all()
-    compiled = torch.compile(type(model).forward.__get__(model), backend=backend, fullgraph=True, dynamic=True)
-
-    def call(**kwargs: Any) -> Any:
-        with trace_settings():
-            return compiled(**kwargs)
-
-    return call
 
 
 def apart(model: torch.nn.Module) -> Any:
@@ -100,7 +76,6 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = Mesh((Axis("cp", size, rank, dist.group.WORLD.group_name),))
     dropped = next((w.removeprefix("drop=") for w in words if w.startswith("drop=")), "")
     if dropped:
         sabotage(dropped)
@@ -108,7 +83,8 @@ def main() -> None:
     given = batches(one.config.vocab_size, "packed" in words)
     want, want_grads = train(one, apart(one) if "packed" in words else one, given)
     pipeline = next((w.removeprefix("pipeline=") for w in words if w.startswith("pipeline=")), "mamba-context-parallel")
-    got, grads = train(many, parallel(many, pipeline, mesh), [split_batch(b, mesh) for b in given])
+    wrap(many, pipeline, mesh=f"cp={size}")
+    got, grads = train(many, many, [split_batch(b, f"cp={size}") for b in given])
     worst = {n: float((grads[n] - g).norm() / (g.norm() + 1e-12)) for n, g in want_grads.items()}
     told = {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)),
