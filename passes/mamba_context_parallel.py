@@ -82,23 +82,23 @@ def _scan_site(graph: Graph, node: fx.Node, axis: Axis) -> Site:
     return Site(module_path(node), "state-exchange", node.name, facts, note)
 
 
-def _ids(graph: Graph, seq_idx: Any, keep: int, axis: Axis, name: str) -> Any:
+def _ids(graph: Graph, seq_idx: Any, x: Any, keep: int, axis: Axis, name: str) -> Any:
     """The node of the shards' edge sequence numbers, made once a graph (for the widest tail that asks)."""
     if not isinstance(seq_idx, fx.Node):
         return None
     for made in graph.calls(exchange.edge_ids):
-        if made.args[0] is seq_idx and made.args[1] >= keep:  # type: ignore[operator]
+        if made.args[0] is seq_idx and made.args[2] >= keep:  # type: ignore[operator]
             return made
     keep = max([keep] + [int(graph.shape(n.args[1])[1]) - 1 for n in graph.calls(CONV)])  # type: ignore[arg-type]
-    with graph.after(seq_idx, name):
-        return graph.call(exchange.edge_ids, seq_idx, keep, axis.name, axis.size, axis.group)
+    with graph.after(x, name):
+        return graph.call(exchange.edge_ids, seq_idx, x, keep, axis.name, axis.size, axis.group)
 
 
 def _exchange_tail(graph: Graph, node: fx.Node, axis: Axis, name: str) -> None:
     x, weight = node.args[:2]
     keep = int(graph.shape(weight)[1]) - 1  # type: ignore[arg-type]
     where = (axis.name, axis.size, axis.rank, axis.group)
-    ids = _ids(graph, argument(node, "seq_idx"), keep, axis, name)
+    ids = _ids(graph, argument(node, "seq_idx"), x, keep, axis, name)
     with graph.after(x, name):  # type: ignore[arg-type]
         started = graph.call(exchange.tail_start, x, keep, *where)
     with graph.before(node, name):
@@ -117,7 +117,7 @@ def _split_scan(graph: Graph, node: fx.Node, axis: Axis, name: str) -> None:
     limits = {k: v for k, v in node.kwargs.items() if k in ("dt_softplus", "dt_min", "dt_max")}
     head_dim = graph.shape(x)[3]  # type: ignore[arg-type]
     z = get["z"]
-    ids = _ids(graph, get["seq_idx"], 1, axis, name)
+    ids = _ids(graph, get["seq_idx"], x, 1, axis, name)
     with graph.before(node, name):
         both = graph.call(ssm_exchange.chunk_state.op, x, dt, A, B, get["dt_bias"], get["seq_idx"], **limits)
         message = graph.call(exchange.pack_state, _item(graph, both, 0), _item(graph, both, 1))

@@ -161,15 +161,17 @@ def tail_wait(
     return tail.transpose(1, 2)
 
 
-def edge_ids(seq_idx: Tensor, keep: int, axis: str, size: int, group: str) -> Tensor:
+def edge_ids(seq_idx: Tensor, like: Tensor, keep: int, axis: str, size: int, group: str) -> Tensor:
     """Sequence numbers at the edges of every rank's shard: its first token's, then its last ``keep`` tokens'.
 
     Args:
-        seq_idx: [b, L], numbered over the whole row, not from 0 on every rank.
+        seq_idx: [b, L], numbered over the whole row, not from 0 on every rank. like: any value with the batch first.
 
     Returns:
         int64 [size, b, 1 + keep].
     """
+    rows = torch.arange(like.shape[0], device=seq_idx.device)
+    seq_idx = seq_idx.index_select(0, rows)  # the same rows, but the compiler need not learn that
     last = seq_idx[:, seq_idx.shape[1] - keep :]
     mine = torch.cat([seq_idx[:, :1], last], 1).long().contiguous()
     if not group:
