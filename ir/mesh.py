@@ -74,11 +74,15 @@ def parse_mesh(text: str) -> Mesh:
     for part in text.split(","):
         name, equals, number = (p.strip() for p in part.partition("="))
         if not equals or name not in AXES:
-            raise MeshError(f"mesh {text!r}: cannot read {part.strip()!r}", remedy="write axis=size of dp, tp, cp: tp=2,cp=2")
+            raise MeshError(
+                f"mesh {text!r}: cannot read {part.strip()!r}", remedy="write axis=size of dp, tp, cp: tp=2,cp=2"
+            )
         if name in (a.name for a in axes):
             raise MeshError(f"mesh {text!r}: axis {name} is given twice", remedy="give it once")
         if not number.isdecimal() or int(number) < 1:
-            raise MeshError(f"mesh {text!r}: the size of {name} is {number!r}", remedy="give a number of ranks, 1 or more")
+            raise MeshError(
+                f"mesh {text!r}: the size of {name} is {number!r}", remedy="give a number of ranks, 1 or more"
+            )
         axes.append(Axis(name, int(number)))
     return Mesh(tuple(axes))
 

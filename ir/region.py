@@ -42,8 +42,8 @@ from latentscan.ir.ops.ssm import _OTHER_FORMS
 from latentscan.ir.sizes import is_static
 
 COLUMN, ROW, CARRY, LAYOUT, POINTWISE, REDUCTION, MATMUL, ATTENTION, CANONICAL, CREATE, CONTRACT, OUTSIDE = (
-    "column", "row", "carry", "layout", "pointwise", "reduction", "matmul", "attention", "canonical", "create", "contract",
-    "outside",
+    "column", "row", "carry", "layout", "pointwise", "reduction", "matmul", "attention", "canonical", "create",
+    "contract", "outside",
 )  # fmt: skip
 CREATES = {"zeros", "zeros_like", "new_zeros", "empty_like", "new_empty"}  # recurrent states are made so, and written
 SCANS = ("chunk_scan", "state_update")
@@ -234,7 +234,7 @@ class _Growth:
         placement = self.region.placed[source]
         if placement.dim != 1:
             raise AxisError(op, f"{op.name} would be split along dimension {placement.dim}, not along heads")
-        found = {op: placement, q: placement, **{n: placement for n in rest}}
+        found = {op: placement, q: placement, **dict.fromkeys(rest, placement)}
         heads = placement.labels.numel()
         for key in keys:
             count = int(self.graph.shape(key)[1])
@@ -306,7 +306,7 @@ class _Growth:
         """A new tensor, or a write into one: it has the placement of what is written."""
         inputs = tensor_inputs(op)
         source = next((n for n in (op, *inputs) if n in self.region.placed), None)
-        return {} if source is None else {n: self.region.placed[source] for n in (op, *inputs)}
+        return {} if source is None else dict.fromkeys((op, *inputs), self.region.placed[source])
 
 
 def picks_rows(graph: Graph, op: fx.Node) -> bool:
@@ -374,5 +374,3 @@ def grow(graph: Graph, units: Units, seeds: dict[fx.Node, Placement]) -> Region:
     for node, placement in seeds.items():
         growth.put(node, placement)
     return growth.run()
-
-

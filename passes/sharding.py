@@ -29,6 +29,7 @@ from latentscan.ir.region import (
     attention_operands,
     op_name,
 )
+from latentscan.ir.weights import Recipe
 from latentscan.passes.shards import column_recipe, row_recipe, weight_recipe
 
 _SHAPED = {"view", "reshape", "expand", "new_empty", "new_zeros"}
@@ -51,6 +52,13 @@ def differentiable(graph: Graph) -> set[fx.Node]:
         elif name_of(node) != "detach" and any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def add_parts(graph: Graph, recipe: Recipe) -> list[fx.Node]:
+    """Placeholders for a rank's parts of weights."""
+    weights = [graph.weight_at(path) for path in recipe.sources]
+    values = [graph.value(graph.node(w.placeholder)) for w in weights if w is not None]
+    return graph.add_weights(recipe, [v.new_empty(s) for v, s in zip(values, recipe.keep["shapes"], strict=False)])
 
 
 class Split:
@@ -88,7 +96,7 @@ class Split:
             elif role == CREATE:
                 self.local_size(op)
             elif role == ATTENTION:
-                query, keys, _ = attention_operands(op)
+                keys = attention_operands(op)[1]
                 self.match_heads(op, op, list(dict.fromkeys(keys)), 1)
             elif role == CANONICAL and op_name(op) in SCANS:
                 heads = next(leaf for place, leaf in results(op) if place == (0,))
@@ -135,8 +143,7 @@ class Split:
         dim = 1 if linear.transposed else 0
         sources = [self.graph.weight(n) for n in (linear.weight, linear.bias) if n is not None]
         recipe = column_recipe(sources, dim, held, self.axis, self.maker, self.site)  # type: ignore[arg-type]
-        values = self._values(recipe.function, sources)
-        nodes = self.graph.add_weights(recipe, values)
+        nodes = add_parts(self.graph, recipe)
         op.replace_input_with(linear.weight, self.shared(nodes[0], dim, labels, op))
         if linear.bias is not None:
             op.replace_input_with(linear.bias, self.shared(nodes[1], 0, labels, op))
@@ -147,7 +154,7 @@ class Split:
         sources = [self.graph.weight(n) for n in (linear.weight, linear.bias) if n is not None]
         dim = 0 if linear.transposed else 1
         recipe = row_recipe(sources, dim, held, self.axis, self.maker, self.site)  # type: ignore[arg-type]
-        nodes = self.graph.add_weights(recipe, self._values(recipe.function, sources))
+        nodes = add_parts(self.graph, recipe)
         op.replace_input_with(linear.weight, nodes[0])
         if linear.bias is None:
             return
@@ -164,13 +171,9 @@ class Split:
         placement, weight = self.region.placed[node], self.graph.weight(node)
         held = self.region.units.held(placement.labels, self.axis.size)
         recipe = weight_recipe(weight, placement.dim, held, self.axis, self.maker, self.site)  # type: ignore[arg-type]
-        (new,) = self.graph.add_weights(recipe, self._values(recipe.function, [weight]))
+        (new,) = add_parts(self.graph, recipe)
         for user in list(node.users):
             user.replace_input_with(node, self.shared(new, placement.dim, placement.labels, user))
-
-    def _values(self, function: Any, sources: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        with self.graph.fake_mode, torch.no_grad():
-            return function(*[self.graph.value(self.graph.node(s.placeholder)) for s in sources])
 
     # -- nodes inside -------------------------------------------------------------------------------------------------
 

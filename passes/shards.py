@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from latentscan.ir.ops.collectives import first_holds, gather_shards
 from latentscan.ir.weights import Recipe, Weight
 
 SUFFIX = "_tp"
+OPTIONAL = "optional"  # in a recipe's keep
 Held = Sequence[Sequence[int]]
 Tensors = tuple[torch.Tensor, ...]
 
@@ -31,7 +33,7 @@ def column_recipe(sources: Sequence[Weight], dim: int, held: Held, axis: Axis, m
     def inverse(*parts: torch.Tensor) -> Tensors:
         return tuple(gather_shards(t, d, held, n, axis.group) for t, d, n in zip(parts, dims, totals, strict=True))
 
-    return _recipe(sources, len(sources), function, inverse, axis, maker, site)
+    return _recipe(sources, dims, len(held[axis.rank]), function, inverse, axis, maker, site)
 
 
 def row_recipe(sources: Sequence[Weight], dim: int, held: Held, axis: Axis, maker: str, site: str) -> Recipe:
@@ -49,11 +51,17 @@ def row_recipe(sources: Sequence[Weight], dim: int, held: Held, axis: Axis, make
             return (weight,)
         return weight, first_holds(parts[1] if len(parts) > 1 else None, weight, shape, axis.group)
 
-    return _recipe(sources, kept, function, inverse, axis, maker, site)
+    return _recipe(sources, [dim, None][:kept], len(held[axis.rank]), function, inverse, axis, maker, site)
 
 
-def weight_recipe(source: Weight, dim: int, held: Held, axis: Axis, maker: str, site: str) -> Recipe:
-    """Any other weight, split along one dimension."""
+def weight_recipe(
+    source: Weight, dim: int, held: Held, axis: Axis, maker: str, site: str, *, optional: bool = False
+) -> Recipe:
+    """Any other weight, split along one dimension.
+
+    Args:
+        optional: some graphs do not read it (the embedding, where a call gives embedded inputs).
+    """
     total = int(source.value.shape[dim])
 
     def function(*given: torch.Tensor) -> Tensors:
@@ -62,17 +70,25 @@ def weight_recipe(source: Weight, dim: int, held: Held, axis: Axis, maker: str, 
     def inverse(*parts: torch.Tensor) -> Tensors:
         return (gather_shards(parts[0], dim, held, total, axis.group),)
 
-    return _recipe([source], 1, function, inverse, axis, maker, site)
+    recipe = _recipe([source], [dim], len(held[axis.rank]), function, inverse, axis, maker, site)
+    return replace(recipe, keep={**recipe.keep, OPTIONAL: optional})
 
 
 def _recipe(
     sources: Sequence[Weight],
-    kept: int,
+    dims: Sequence[int | None],
+    count: int,
     function: Callable[..., Tensors],
     inverse: Callable[..., Tensors],
     axis: Axis,
     maker: str,
     site: str,
 ) -> Recipe:
+    """A recipe for the first ``len(dims)`` of its sources, each with ``count`` indices along its dimension."""
     paths = tuple(w.path for w in sources)
-    return Recipe(paths, tuple(p + SUFFIX for p in paths[:kept]), maker, site, function, inverse, group=axis.group or "-")
+    shapes = [
+        tuple(count if d == dim else int(s) for d, s in enumerate(w.value.shape))
+        for w, dim in zip(sources, dims, strict=False)
+    ]
+    targets = tuple(p + SUFFIX for p in paths[: len(dims)])
+    return Recipe(paths, targets, maker, site, function, inverse, {"shapes": shapes}, axis.group or "-")

@@ -65,7 +65,15 @@ class TensorParallel(Pass):
             found.append(made)
             if isinstance(made, Site):
                 inside.update(dict.fromkeys(weight.users, ""))
-        return [f for f in found if not (isinstance(f, Refusal) and self._covered(graph, f, inside))]
+        found = [f for f in found if not (isinstance(f, Refusal) and self._covered(graph, f, inside))]
+        return [self._as_planned(f, context) for f in found]
+
+    def _as_planned(self, found: Site | Refusal, context: Context) -> Site | Refusal:
+        """Later graphs of a model split what was split when it was wrapped, and nothing else."""
+        planned = {module for name, module in context.facts if name == self.name}
+        if not planned or isinstance(found, Refusal) or found.module in planned:
+            return found
+        return Refusal(found.module, "not-planned", "it was whole when the model was wrapped", "wrap the model again")
 
     def _covered(self, graph: Graph, refusal: Refusal, inside: dict[fx.Node, str]) -> bool:
         """Whether a linear map that could not be a row turned out to be part of a later region."""

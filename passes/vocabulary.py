@@ -13,7 +13,7 @@ from latentscan.ir.layout import linear_of, strip_layout
 from latentscan.ir.mesh import Axis, shares
 from latentscan.ir.ops.collectives import copy_to, embed_rows, gather_last
 from latentscan.passes.base import Refusal, Site
-from latentscan.passes.sharding import differentiable
+from latentscan.passes.sharding import add_parts, differentiable
 from latentscan.passes.shards import weight_recipe
 
 _NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -79,7 +79,9 @@ def vocabulary_site(graph: Graph, weight: fx.Node, axis: Axis, inside: dict[fx.N
     counts = shares(rows, axis.size)
     facts = {"rows": rows, "ranks": axis.size, "of_rank": "|".join(map(str, counts)), "uses": "|".join(uses)}
     tied = " (tied)" if len(set(uses)) > 1 else ""
-    return Site(module, "vocabulary", weight.name, facts, f"rows: {', '.join(map(str, counts))}; {' and '.join(uses)}{tied}")
+    return Site(
+        module, "vocabulary", weight.name, facts, f"rows: {', '.join(map(str, counts))}; {' and '.join(uses)}{tied}"
+    )
 
 
 def split_vocabulary(graph: Graph, weight: fx.Node, axis: Axis, maker: str, site: str) -> None:
@@ -91,9 +93,8 @@ def split_vocabulary(graph: Graph, weight: fx.Node, axis: Axis, maker: str, site
     gradients = differentiable(graph)
 
     def part(node: fx.Node) -> fx.Node:
-        recipe = weight_recipe(graph.weight(node), 0, held, axis, maker, site)  # type: ignore[arg-type]
-        value = graph.value(node)
-        (made,) = graph.add_weights(recipe, [value.new_empty((counts[axis.rank], *value.shape[1:]))])
+        recipe = weight_recipe(graph.weight(node), 0, held, axis, maker, site, optional=True)  # type: ignore[arg-type]
+        (made,) = add_parts(graph, recipe)
         return made
 
     shard = part(weight)

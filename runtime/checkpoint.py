@@ -102,6 +102,7 @@ def _write(session: Session, directory: Any, extra: Callable[[Path], None] | Non
                 f"cannot be written: {error}", where=str(target), remedy="choose another place"
             ) from error
 
+
 def check_target(directory: Any) -> Path:
     """Where a model may be saved.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
+from latentscan.ir.order import Collective, check_order
 
 PARALLEL = ("tensor-parallel",)  # passes that need a mesh, and leave a rank its part of the weights
 SEQUENCE = ("mamba-context-parallel", "ulysses")  # passes that need one, and leave a rank its part of the tokens
@@ -46,8 +47,8 @@ def bind_mesh(given: Any, model: torch.nn.Module) -> Mesh | None:
         from torch.distributed.device_mesh import init_device_mesh
 
         device = next(model.parameters()).device.type
-        sizes, names = tuple(a.size for a in planned.axes), tuple(a.name for a in planned.axes)
-        given = init_device_mesh("cpu" if device == "meta" else device, sizes, mesh_dim_names=names)
+        sizes, axes_names = tuple(a.size for a in planned.axes), tuple(a.name for a in planned.axes)
+        given = init_device_mesh("cpu" if device == "meta" else device, sizes, mesh_dim_names=axes_names)
     names = getattr(given, "mesh_dim_names", None)
     if not names or any(n not in AXES for n in names):
         raise MeshError(
@@ -106,7 +107,7 @@ def one_writes(mesh: Mesh) -> Iterator[bool]:
     failure: BaseException | None = None
     try:
         yield first
-    except BaseException as error:  # told to the others before it goes on
+    except BaseException as error:  # noqa: BLE001  told to the others before it goes on
         failure = error
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
     for axis in reversed(mesh.axes):
@@ -122,8 +123,66 @@ def gather_facts(axis: Axis, facts: Any) -> list[Any]:
     import torch.distributed as dist
 
     found: list[Any] = [None] * axis.size
-    dist.all_gather_object(found, facts, group=group_of(axis))
+    try:
+        dist.all_gather_object(found, facts, group=group_of(axis))
+    except RuntimeError as error:
+        raise MeshError(
+            f"rank {axis.rank} waited for the other ranks of {axis.name}, and they did not come: {str(error)[:200]}",
+            where=str(facts)[:200],
+            remedy="see whether another rank ended, or makes other calls than this one",
+        ) from error
     return found
+
+
+def agree_on_order(mesh: Mesh, found: Sequence[Collective]) -> int:
+    """The number of a graph's communications, once all ranks have said that they issue the same ones.
+
+    Raises:
+        MeshError: they do not, and would wait for each other for ever; or they compile at different calls.
+    """
+    for axis in mesh.axes:
+        if axis.size > 1:
+            mine = [c.key() for c in found if c.axis == axis.name]
+            every = gather_facts(axis, mine) if mine else []
+            check_order(dict(enumerate(every)) or {0: []}, axis.name)
+    return len(found)
+
+
+def check_call(mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> None:
+    """Raise MeshError, on every rank, if the ranks of ``tp`` call the model with tensors of different forms.
+
+    Checked where groups run on gloo, which needs no device; elsewhere only what is compiled is compared.
+    """
+    import torch.distributed as dist
+
+    axis = mesh.axis("tp")
+    if axis.size == 1 or dist.get_backend(group_of(axis)) != "gloo":
+        return
+    facts: dict[str, Any] = {"training": training, "gradients": torch.is_grad_enabled()}
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, torch.Tensor):
+            facts[str(name)] = f"{value.dtype} of shape {list(value.shape)}"
+    digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
+    both = torch.tensor([digest, -digest])
+    try:
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group_of(axis))
+    except RuntimeError as error:
+        raise MeshError(
+            f"rank {axis.rank} waited for the other ranks of {axis.name}, and they did not come: {str(error)[:200]}",
+            where=f"a call with {facts}",
+            remedy="see whether another rank ended, or makes other calls than this one",
+        ) from error
+    if int(both[0]) == -int(both[1]):
+        return
+    every = gather_facts(axis, facts)
+    for rank, other in enumerate(every):
+        for key in sorted({*every[0], *other}):
+            if every[0].get(key) != other.get(key):
+                raise MeshError(
+                    f"{key} is {other.get(key)} on rank {rank} of {axis.name} and {every[0].get(key)} on rank 0",
+                    where="a call of the model",
+                    remedy="give all ranks of tp the same inputs",
+                )
 
 
 def check_alike(mesh: Mesh, model: torch.nn.Module, pipeline: str) -> None:

@@ -20,6 +20,7 @@ from latentscan.passes.base import Context, Pass
 from latentscan.passes.pipeline import PassRecord, Program, is_cached, run
 from latentscan.runtime.binding import OwnedWeights
 from latentscan.runtime.executable import Executable
+from latentscan.runtime.mesh import agree_on_order, check_call
 from latentscan.runtime.models import FSDP_FLAG, prepare_sharded, refuse_inner_shards
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import get, shrink_tombstones
@@ -42,19 +43,20 @@ class TracedGraph:
     records: list[PassRecord]
     operations: list[dict[str, int]] = field(default_factory=list)  # canonical ops of each form made so far
     executable: Executable | None = field(default=None, repr=False)
-    collectives: int = 0  # nodes that communicate
+    mesh: Mesh | None = field(default=None, repr=False)
+    collectives: int = 0  # communications of one call, backward pass included
 
     def note(self, program: Program, graph: Graph) -> None:
-        """Count the canonical ops of a form that is about to be lowered."""
+        """Count the canonical ops of a form that is about to be lowered; on a mesh, see that all ranks do the same."""
         found: dict[str, int] = {}
         for node in graph.graph.nodes:
             if node.op == "call_function" and getattr(node.target, "namespace", "") == "latentscan":
                 found[node.target._opname] = found.get(node.target._opname, 0) + 1
         self.operations.append(found)
-        if any(r.name == "tensor-parallel" for r in self.records):
-            from latentscan.ir.ops.collectives import COLLECTIVES
+        if self.mesh is not None:
+            from latentscan.ir.order import collectives
 
-            self.collectives = sum(n.target in COLLECTIVES for n in graph.graph.nodes)
+            self.collectives = agree_on_order(self.mesh, collectives(graph))
 
 
 class Session:
@@ -103,12 +105,10 @@ class Session:
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = from_dynamo(module, example_inputs)
         inputs = list(graph.inputs)
-        context = Context(
-            facts=self.plan.facts, own_parameters=True, required=self.plan.required, mesh=self.mesh
-        )
+        context = Context(facts=self.plan.facts, own_parameters=True, required=self.plan.required, mesh=self.mesh)
         training, cached = graph.training, is_cached(graph)
         program = run(graph, self.passes, context, strict=False)
-        traced = TracedGraph(training, cached, program.records)
+        traced = TracedGraph(training, cached, program.records, mesh=self.mesh)
         traced.executable = Executable(program, inputs, self.options, self.weights, traced.note)
         self.graphs.append(traced)
         return traced.executable
@@ -148,6 +148,8 @@ class Session:
                 shrink_tombstones(self.model)
         if getattr(self.model, FSDP_FLAG, False):
             prepare_sharded(self.model)
+        if self.mesh is not None:
+            check_call(self.mesh, args, kwargs, self.model.training)
         limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 4 * RECOMPILE_LIMIT}
         try:
             with trace_settings(**limits):

@@ -156,7 +156,7 @@ def plan_of(program: Program, pipeline: str) -> ModelPlan:
         )
     facts = facts_of(program.records)
     gone = set(released)
-    required = frozenset((r.maker, r.module) for r in recipes if gone & set(r.sources))
+    required = frozenset((r.maker, r.module) for r in recipes if gone & set(r.sources) and not r.keep.get("optional"))
     required |= {(name, module) for name, module in facts if name in SEQUENCE}  # a shard is never taken for the whole
     return ModelPlan(pipeline, facts, tuple(recipes), tuple(released), required, tuple(forms[0].records))
 

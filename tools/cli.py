@@ -111,6 +111,7 @@ def plan_verb(
     explain: Annotated[
         bool, typer.Option("--explain", help="Every site and refusal, and costs by kind of node.")
     ] = False,
+    mesh: Annotated[str | None, typer.Option(help="Ranks to split over, such as tp=8; needs none of them.")] = None,
     as_json: Json = False,
 ) -> None:
     """What a pipeline would do and cost; needs no weights and no accelerator."""
@@ -121,7 +122,7 @@ def plan_verb(
         from latentscan.runtime.source import resolve
         from latentscan.tools.plan import plan
 
-        data = plan(resolve(model), pipeline, batch=batch, seq=seq, train=train, explain=explain, step=step)
+        data = plan(resolve(model), pipeline, batch=batch, seq=seq, train=train, explain=explain, mesh=mesh, step=step)
     if as_json:
         print_json(data)
     else:

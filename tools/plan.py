@@ -10,6 +10,7 @@ import torch
 from latentscan import __version__
 from latentscan.ir.cost import Kind, Values, cache_bytes_per_token, cost_by_kind, peak_bytes, saved_bytes
 from latentscan.ir.graph import Graph
+from latentscan.ir.mesh import Mesh, parse_mesh
 from latentscan.ir.weights import bytes_of
 from latentscan.passes.base import Context, Pass, Refusal, Site
 from latentscan.passes.pipeline import (
@@ -29,6 +30,7 @@ from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.source import Source
 from latentscan.runtime.wrap import plan_of
 from latentscan.tools.fold import fold
+from latentscan.tools.plan_mesh import mesh_plan
 
 SCHEMA = 1  # of the dict that `plan` returns; raised when a field changes its meaning or goes
 
@@ -41,6 +43,7 @@ def plan(
     seq: int = 32768,
     train: bool = False,
     explain: bool = False,
+    mesh: str | None = None,
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """What a pipeline would do to a model, as plain data.
@@ -50,6 +53,8 @@ def plan(
         batch, seq: rows, and tokens a row: the prompt's length, what is cached at a decode step, or a training step's.
         train: a training step instead of prefill and decode.
         explain: every refusal and site on its own beside the folded ones.
+        mesh: text such as ``tp=8``: the figures are those of its first rank, which has the largest share, and "mesh"
+            tells the weights of every rank and the collectives. No process group is needed.
         step: told what is being done.
 
     Returns:
@@ -67,11 +72,13 @@ def plan(
         here: it is told under "errors", and wrap would raise it.
     """
     passes = parse(pipeline)
+    planned = None if mesh is None else parse_mesh(mesh)
     step("building the model on the meta device")
     model = source.on_meta()
     step("tracing")
     traced = traced_phases(model, batch=batch, seq=seq, train=train)
-    parts = [_run(model, item, passes, step) for item in traced]
+    untouched = None if planned is None else [(t, t.graph.copy()) for t in traced]
+    parts = [_run(model, item, passes, step, planned) for item in traced]
     records = _merged([p["records"] for p in parts])
     step("summing up")
     weights, by_pass = _weights(model, parts[0]["program"], to_text(passes))
@@ -113,6 +120,9 @@ def plan(
         "phases": {name: data for p in parts for name, data in p["phases"].items()},
         "errors": [e for p in parts[:1] for e in p["errors"]],
     }  # fmt: skip
+    if planned is not None and untouched is not None:
+        step("the other ranks")
+        result["mesh"] = mesh_plan(model, passes, planned, untouched)
     if explain:
         result["all_sites"] = [
             {"pass": r.name, "module": s.module, "rule": s.rule, "note": s.note} for r in records for s in r.sites
@@ -134,7 +144,7 @@ def _rule(item: Site | Refusal) -> str:
 
 
 def _run(
-    model: torch.nn.Module, traced: Traced, passes: tuple[Pass, ...], step: Callable[[str], None]
+    model: torch.nn.Module, traced: Traced, passes: tuple[Pass, ...], step: Callable[[str], None], mesh: Mesh | None
 ) -> dict[str, Any]:
     """One traced graph before and after the pipeline."""
     graph = traced.graph
@@ -148,7 +158,7 @@ def _run(
             "tokens": phase.tokens, "past": phase.past, "before": _figures(graph, costs, phase, values[phase])
         }  # fmt: skip
     hooks = Hooks(before=lambda index, current, graph, record: step(current.name))
-    program = run(graph, passes, Context(own_parameters=True, meta=True), strict=False, hooks=hooks)
+    program = run(graph, passes, Context(own_parameters=True, meta=True, mesh=mesh), strict=False, hooks=hooks)
     finished = {phase: _form(program, values[phase]) for phase in traced.phases}
     counted: dict[int, dict[str, Kind]] = {}
     for phase, end in finished.items():

@@ -67,6 +67,9 @@ def show(data: dict[str, Any], console: Console, *, explain: bool = False) -> No
             console.print(Text.assemble((row["name"], "bold"), f": {row['rule']}\n  -> {forms}"))
     _sites(data, console, explain)
     console.print(_costs(data))
+    if "mesh" in data:
+        for table in _mesh(data["mesh"]):
+            console.print(table)
     if explain:
         for name, phase in data["phases"].items():
             console.print(_kinds(name, phase))
@@ -139,6 +142,23 @@ def _costs(data: dict[str, Any]) -> Group:
         style="dim",
     )
     return Group(table, note)
+
+
+def _mesh(mesh: dict[str, Any]) -> list[Table]:
+    ranks = Table(title=f"mesh {mesh['mesh']}: weights of each rank")
+    for name in ("tp rank", "bytes", "split", "whole"):
+        ranks.add_column(name, justify="right")
+    for row in mesh["ranks"]:
+        ranks.add_row(str(row["rank"]), *(bytes_text(row[k]) for k in ("bytes", "split_bytes", "whole_bytes")))
+    sends = Table(title="collectives of one call")
+    for name in ("phase", "pass", "collective", "for", "axis"):
+        sends.add_column(name)
+    for name in ("count", "sent by a rank"):
+        sends.add_column(name, justify="right")
+    for row in mesh["collectives"]:
+        words = (row["phase"], row["pass"], row["collective"], row["caller"], row["axis"])
+        sends.add_row(*words, str(row["count"]), bytes_text(row["bytes_sent"]))
+    return [ranks, sends]
 
 
 def _kinds(name: str, phase: dict[str, Any]) -> Table:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  (registers shapes of _c10d_functional's ops)
+import torch.distributed._functional_collectives
 from torch import Tensor
 
 _OPS = torch.ops._c10d_functional

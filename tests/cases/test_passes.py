@@ -78,7 +78,7 @@ def test_a_model_of_which_every_place_is_refused_is_wrapped_in_silence():
         ("mha-to-mla{rope_dim=8}", {}, "rope_dim without rank"),
         ("mha-to-mla{method=exact,rank=16}", {}, "takes no rank"),
         ("mla-absorb", {"target": "tpu"}, "tpu"),
-        ("mla-absorb", {"mesh": "tp=2"}, "mesh is not served"),
+        ("mla-absorb", {"mesh": "tp=2"}, "mesh 'tp=2' is given, but no pass of the pipeline uses it"),
         ("mla-absorb", {"inductor": "yes"}, "inductor='yes'"),
         ("mla-absorb", {"check": {"mla-absrob": 1.0}}, "check names 'mla-absrob'.*did you mean mla-absorb"),
         ("mla-absorb", {"check": 3}, "check=3"),

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 
-def launch(world: int, cases: list[dict[str, Any]], folder: Path, *, timeout: float = 300) -> list[list[dict[str, Any]]]:
+def launch(
+    world: int, cases: list[dict[str, Any]], folder: Path, *, timeout: float = 300
+) -> list[list[dict[str, Any]]]:
     """Run cases (see :mod:`worker`) one after the other on ``world`` processes.
 
     Returns:

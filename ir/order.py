@@ -1,0 +1,123 @@
+"""The collectives of a graph in order, what they send, and the check that all ranks agree on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from latentscan.ir.errors import MeshError
+from latentscan.ir.graph import Graph, module_path
+from latentscan.ir.mesh import Mesh
+from latentscan.ir.ops import collectives as ops
+from latentscan.ir.sizes import expression
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication of one node.
+
+    Attributes:
+        name: of the primitive: all_reduce or all_gather.
+        phase: forward or backward.
+        axis: the mesh axis.
+        elements: what every rank puts in (padded, so the same on all), a sympy expression; dtype: of what is sent.
+        caller, module, node: where it comes from.
+    """
+
+    name: str
+    phase: str
+    axis: str
+    elements: sympy.Expr
+    dtype: torch.dtype
+    caller: str
+    module: str
+    node: str
+
+    def sent(self, size: int) -> sympy.Expr:
+        """Bytes that leave one of ``size`` ranks, by ring algorithms."""
+        payload = self.elements * self.dtype.itemsize
+        return payload * (2 * (size - 1)) / size if self.name == "all_reduce" else payload * (size - 1)
+
+    def key(self) -> tuple[str, ...]:
+        """What has to be the same on every rank."""
+        return self.name, self.phase, self.axis, str(self.elements), str(self.dtype), self.module
+
+
+def collectives(graph: Graph) -> list[Collective]:
+    """All communications: those of the forward pass in the graph's order, then the backward pass's (if the graph
+    trains), which autograd runs from the last node to the first."""
+    nodes = [n for n in graph.nodes if n.target in ops.COLLECTIVES]
+    forward = [c for n in nodes for c in _of(graph, n, "forward")]
+    backward = [c for n in reversed(nodes) for c in _of(graph, n, "backward")] if graph.training else []
+    return forward + backward
+
+
+def _of(graph: Graph, node: fx.Node, phase: str) -> list[Collective]:
+    x, target = graph.value(node.args[0]), node.target
+    size, dtype = _count(x.shape), x.dtype
+    name = "all_reduce"
+    if target is ops.gather_last:
+        if phase == "backward":
+            return []
+        name, size = "all_gather", _count(x.shape[:-1]) * max(node.args[1])  # type: ignore[arg-type]
+    elif (target is ops.copy_to) == (phase == "forward") and target in (ops.copy_to, ops.reduce_from, ops.embed_rows):
+        return []
+    elif target is ops.embed_rows:
+        value = graph.value(node)
+        size, dtype = _count(value.shape), value.dtype
+    elif target is ops.share_rows:
+        if phase == "forward":
+            return []
+        dim, total = node.args[1:3]
+        size = sympy.Integer(total) * _count([s for i, s in enumerate(x.shape) if i != dim])  # type: ignore[arg-type]
+    elif target is ops.split_gated_norm:
+        size, dtype = _count(x.shape[:-1]) * node.args[6], torch.float32  # type: ignore[operator]
+    return [Collective(name, phase, str(node.args[-2]), size, dtype, target.__name__, module_path(node), node.name)]  # type: ignore
+
+
+def _count(shape: Sequence[Any]) -> sympy.Expr:
+    return sympy.Mul(*(expression(s) for s in shape))
+
+
+def check_order(orders: Mapping[int, Sequence[tuple[str, ...]]], axis: str) -> None:
+    """Raise MeshError unless every rank issues the same collectives in the same order.
+
+    Args:
+        orders: rank -> keys (:meth:`Collective.key`) in order.
+    """
+    first, reference = next(iter(orders.items()))
+    for rank, mine in orders.items():
+        for number, (a, b) in enumerate(zip(reference, mine, strict=False)):
+            if tuple(a) != tuple(b):
+                raise MeshError(
+                    f"collective {number} of rank {rank} is {_text(b)}, of rank {first} {_text(a)}: they would wait "
+                    "for each other for ever",
+                    where=f"axis {axis}",
+                    remedy="give every rank the same model, inputs of the same shape, and the same mode",
+                )
+        if len(mine) != len(reference):
+            odd = (mine if len(mine) > len(reference) else reference)[min(len(mine), len(reference))]
+            raise MeshError(
+                f"rank {rank} issues {len(mine)} collectives, rank {first} {len(reference)}; the first one without a "
+                f"partner is {_text(odd)}",
+                where=f"axis {axis}",
+                remedy="give every rank the same model, inputs of the same shape, and the same mode",
+            )
+
+
+def _text(key: Sequence[str]) -> str:
+    name, phase, _, elements, dtype, module = key
+    return f"{name} of {elements} {dtype} in the {phase} pass at {module or 'the model itself'}"
+
+
+def ranks_to_try(mesh: Mesh, axis: str, most: int = 8) -> list[int]:
+    """Ranks of an axis that between them have every kind of share: the first and last ones, and some between."""
+    size = mesh.axis(axis).size
+    if size <= most:
+        return list(range(size))
+    return sorted({0, 1, size - 2, size - 1, *(size * i // (most - 3) for i in range(1, most - 3))})

@@ -1,0 +1,156 @@
+"""tensor-parallel plans whole regions, on every rank alike, and refuses with reasons. Numbers: tests/distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from latentscan.ir.capture import capture
+from latentscan.ir.errors import MeshError, PipelineError, VerifyError
+from latentscan.ir.graph import Graph
+from latentscan.ir.mesh import parse_mesh
+from latentscan.ir.order import check_order, collectives, ranks_to_try
+from latentscan.passes import sharding
+from latentscan.passes.base import Context
+from latentscan.passes.pipeline import Program, parse, run
+from latentscan.runtime.options import Options
+from latentscan.runtime.wrap import wrap
+from latentscan.tests.models import build
+
+NINE = {
+    "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "hidden_size": 72, "intermediate_size": 97,
+}  # fmt: skip
+
+
+def traced(family: str, **overrides: Any) -> Graph:
+    return capture(build(family, **overrides), training=True)
+
+
+def on_rank(graph: Graph, text: str, rank: int, pipeline: str = "tensor-parallel") -> Program:
+    return run(graph.copy(), parse(pipeline), Context(mesh=parse_mesh(text).at(tp=rank), own_parameters=True))
+
+
+def shapes(program: Program) -> dict[str, tuple[int, ...]]:
+    graph = program.graph
+    assert graph is not None
+    return {a.path.removesuffix("_tp"): tuple(graph.weights[a.placeholder].value.shape) for a in graph.added}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Graph:
+    return traced("llama", **NINE)
+
+
+def test_whole_kv_groups_go_to_ranks_the_first_ones_getting_one_more(llama):
+    layer = "model.layers.0"
+    for rank, (groups, features) in enumerate(((2, 49), (1, 48))):
+        found = shapes(on_rank(llama, "tp=2", rank))
+        assert found[f"{layer}.self_attn.q_proj.weight"] == (groups * 3 * 8, 72)
+        assert found[f"{layer}.self_attn.k_proj.weight"] == (groups * 8, 72)
+        assert found[f"{layer}.self_attn.o_proj.weight"] == (72, groups * 3 * 8)
+        assert found[f"{layer}.mlp.down_proj.weight"] == (72, features)
+
+
+def test_with_more_ranks_than_kv_heads_every_rank_has_query_heads(llama):
+    found = [shapes(on_rank(llama, "tp=4", rank)) for rank in range(4)]
+    assert [f["model.layers.0.self_attn.q_proj.weight"][0] // 8 for f in found] == [3, 2, 2, 2]
+    assert [f["model.layers.0.self_attn.k_proj.weight"][0] // 8 for f in found] == [1, 1, 2, 1]
+
+
+def test_the_bias_of_a_row_belongs_to_the_first_rank():
+    graph = traced("gpt_neox", num_hidden_layers=1)
+    held = ["gpt_neox.layers.0.attention.dense.bias" in shapes(on_rank(graph, "tp=3", rank)) for rank in range(3)]
+    assert held == [True, False, False]
+
+
+def test_more_ranks_than_heads_are_one_clear_error(llama):
+    with pytest.raises(MeshError, match="10 ranks share 9 heads, so that some would have none") as caught:
+        on_rank(llama, "tp=10", 0)
+    assert "tp=9 or less" in caught.value.remedy
+
+
+def test_without_a_mesh_the_pass_says_what_it_needs(llama):
+    with pytest.raises(MeshError, match="no mesh"):
+        run(llama.copy(), parse("tensor-parallel"), Context())
+
+
+def test_a_mesh_needs_running_ranks_and_a_pass_that_uses_it():
+    with pytest.raises(MeshError, match="not initialised"):
+        wrap(build("llama", num_hidden_layers=1), "tensor-parallel", mesh="tp=2")
+    with pytest.raises(PipelineError, match="no pass of the pipeline uses it"):
+        wrap(build("llama", num_hidden_layers=1), "", mesh="tp=2")
+    with pytest.raises(PipelineError, match="check is not served with a mesh"):
+        Options.of({"mesh": "tp=2", "check": True})
+
+
+def test_dropout_inside_a_region_is_refused_by_name():
+    model = build("gpt2", num_hidden_layers=1).train()
+    records = on_rank(capture(model, training=True), "tp=2", 0).records
+    (refusal,) = [r for r in records[0].refusals if r.module == "transformer.h.0.attn"]
+    assert "draws random numbers" in refusal.reason
+
+
+def test_a_weight_that_others_read_is_refused():
+    """Zamba2 uses one transformer block at several places: all or nothing, and each place says why."""
+    records = on_rank(traced("zamba2"), "tp=2", 0).records
+    reasons = {r.module: r.reason for r in records[0].refusals}
+    assert "is also read by" in reasons["model.layers.1.shared_transformer.self_attn"]
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("mamba2", 3), ("deepseek_v3", 4)])
+def test_every_rank_issues_the_same_collectives(family, size):
+    graph = traced(family, num_hidden_layers=2)
+    orders = {r: [c.key() for c in collectives(on_rank(graph, f"tp={size}", r).graph)] for r in range(size)}  # type: ignore
+    assert len(orders[0]) >= 6
+    check_order(orders, "tp")
+    for number in (0, 3):  # sabotage: one rank leaves one out, or two change places
+        short, swapped = dict(orders), dict(orders)
+        short[size - 1] = [k for i, k in enumerate(orders[0]) if i != number]
+        swapped[1] = [*orders[0][:number], orders[0][number + 1], orders[0][number], *orders[0][number + 2 :]]
+        with pytest.raises(MeshError, match=f"rank {size - 1} "):
+            check_order(short, "tp")
+        if swapped[1] != orders[0]:
+            with pytest.raises(MeshError, match=f"collective {number} of rank 1"):
+                check_order(swapped, "tp")
+
+
+def test_64_ranks_agree_and_send_what_the_formulas_say():
+    """70 KV groups of 3 heads over 64 ranks: two each for the first six, one for the others."""
+    overrides = {
+        "num_attention_heads": 210, "num_key_value_heads": 70, "head_dim": 2, "hidden_size": 210,
+        "intermediate_size": 401, "vocab_size": 130, "num_hidden_layers": 1,
+    }  # fmt: skip
+    graph = traced("llama", **overrides)
+    ranks = ranks_to_try(parse_mesh("tp=64"), "tp")
+    assert {0, 1, 62, 63} <= set(ranks)
+    programs = {r: on_rank(graph, "tp=64", r) for r in (0, 5, 6, 63)}
+    found = {r: collectives(p.graph) for r, p in programs.items()}  # type: ignore[arg-type]
+    check_order({r: [c.key() for c in f] for r, f in found.items()}, "tp")
+    heads = [shapes(p)["model.layers.0.self_attn.q_proj.weight"][0] // 6 for p in programs.values()]
+    assert heads == [2 * 1, 2 * 1, 1, 1]
+    activation = [c for c in found[0] if c.caller in ("copy_to", "reduce_from")]
+    assert len(activation) == 5  # two regions, and what enters the head
+    symbols = activation[0].elements.free_symbols
+    sizes = dict.fromkeys(symbols, 8)
+    assert {int(c.sent(64).subs(sizes)) for c in activation} == {2 * 63 * 8 * 8 * 210 * 4 // 64}
+    (logits,) = [c for c in found[0] if c.name == "all_gather"]
+    assert int(logits.sent(64).subs(sizes)) == 63 * 8 * 8 * 3 * 4  # 130 rows: three at most, padded
+
+
+def test_a_wrong_local_size_does_not_pass(llama, monkeypatch):
+    """Sabotage: the rewriting forgets to change a size; executing the node on element numbers shows it."""
+    graph = traced("mamba2", num_hidden_layers=1)
+    monkeypatch.setattr(sharding.Split, "_local_shape", lambda *_: None)
+    with pytest.raises(VerifyError, match="on a rank's part"):
+        on_rank(graph, "tp=2", 1)
+
+
+def test_a_refused_pass_leaves_the_graph_as_it_was(llama, monkeypatch):
+    graph = llama.copy()
+    before = [str(n.args) for n in graph.nodes]
+    monkeypatch.setattr(sharding.Split, "reduce", lambda *_: torch.ones(1).item(5))
+    with pytest.raises(VerifyError):
+        run(graph, parse("tensor-parallel"), Context(mesh=parse_mesh("tp=2"), own_parameters=True))
+    assert [str(n.args) for n in graph.nodes] == before

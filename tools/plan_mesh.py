@@ -1,0 +1,84 @@
+"""The part of a plan that is about ranks: what each holds, and what they send to each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from latentscan.ir.graph import Graph
+from latentscan.ir.mesh import Mesh
+from latentscan.ir.order import check_order, collectives, ranks_to_try
+from latentscan.ir.weights import bytes_of
+from latentscan.passes.base import Context, Pass
+from latentscan.passes.pipeline import Program, run, to_text
+from latentscan.runtime.own import get
+from latentscan.runtime.phases import Traced, values_of
+from latentscan.runtime.wrap import plan_of
+
+
+def mesh_plan(
+    model: torch.nn.Module, passes: tuple[Pass, ...], mesh: Mesh, traced: Sequence[tuple[Traced, Graph]]
+) -> dict[str, Any]:
+    """Bytes of weights of the ranks of ``tp``, and every collective with what one rank sends, ring algorithms.
+
+    Of large meshes only some ranks are planned: the first, the last and a few between them; the ranks in a row between
+    two that hold the same hold that too.
+
+    Args:
+        traced: the phases and their graphs before any pass.
+
+    Raises:
+        MeshError: the ranks would not issue the same collectives in the same order.
+    """
+    size = mesh.axis("tp").size
+    programs: dict[int, list[Program]] = {}
+    for rank in ranks_to_try(mesh, "tp"):
+        context = Context(own_parameters=True, meta=True, mesh=mesh.at(tp=rank) if size > 1 else mesh)
+        programs[rank] = [run(graph.copy(), passes, context, strict=False) for _, graph in traced]
+    rows = []
+    for rank, made in programs.items():
+        split, whole = weight_bytes(model, made[0], to_text(passes))
+        rows.append({"rank": rank, "bytes": split + whole, "split_bytes": split, "whole_bytes": whole})
+    sends: Counter[tuple[str, ...]] = Counter()
+    counts: Counter[tuple[str, ...]] = Counter()
+    for index, (item, _) in enumerate(traced):
+        for phase in item.phases:
+            ends = {rank: collectives(_graph(p[index])) for rank, p in programs.items()}
+            check_order({rank: [c.key() for c in found] for rank, found in ends.items()}, "tp")
+            values = values_of(_graph(programs[0][index]), phase)
+            for one in ends[0]:
+                key = phase.name, one.phase, one.name, one.caller, one.axis
+                counts[key] += 1
+                sends[key] += int(one.sent(mesh.axis(one.axis).size).subs(dict(values)))
+    columns = ("phase", "pass", "collective", "caller", "axis")
+    return {
+        "mesh": mesh.text(),
+        "ranks": rows,
+        "collectives": [
+            {**dict(zip(columns, key, strict=True)), "count": counts[key], "bytes_sent": sends[key]} for key in counts
+        ],
+    }
+
+
+def _graph(program: Program) -> Graph:
+    """The graph of a program; of two forms the one that absorbs (they communicate alike)."""
+    graph = program.forced(True).graph
+    assert graph is not None
+    return graph
+
+
+def weight_bytes(model: torch.nn.Module, program: Program, text: str) -> tuple[int, int]:
+    """Bytes of weights that are a rank's part of something, and of those that it holds whole."""
+    plan, graph = plan_of(program, text), _graph(program)
+    made = {t: r for r in plan.recipes for t in r.targets}
+    values = {a.path: graph.weights[a.placeholder].value for a in graph.added}
+    gone = set(plan.released)
+    split = sum(bytes_of(values[t]) for t, r in made.items() if r.group and t in values)
+    new = sum(bytes_of(values[t]) for t, r in made.items() if not r.group and t in values and t not in gone)
+    held = {id(p): p for _, p in (*model.named_parameters(), *model.named_buffers())}
+    for path in gone - made.keys():
+        held.pop(id(get(model, path)), None)
+    return split, new + sum(bytes_of(p) for p in held.values())
