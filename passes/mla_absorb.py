@@ -178,14 +178,14 @@ def _refuse(graph: Graph, node: fx.Node, module: str, key: Operand, value: Opera
             module,
             "key-bias",
             f"{key.linear.bias.name} cannot be dropped from the scores with {what}",
-            "convert with mha-to-mla, which carries the bias in the latent",
+            "leave mla-absorb out: mha-to-mla,latent-cache alone caches the latent and keeps the bias",
         )
     if value.linear.bias is not None and sinks is not None:
         return Refusal(
             module,
             "value-bias",
             "with sinks the probabilities do not sum to 1, so the value bias cannot be added after attention",
-            "convert with mha-to-mla, which carries the bias in the latent",
+            "leave mla-absorb out: mha-to-mla,latent-cache alone caches the latent and keeps the bias",
         )
     try:
         _check_reachable(graph, key, value)

@@ -97,6 +97,12 @@ def specs(draw: st.DrawFn) -> Spec:
         "".join(p for p in "qkv" if draw(st.booleans())) if layout == "separate" else draw(st.sampled_from(["", "qkv"]))
     )
     rotary = draw(st.sampled_from([0, 0, width, width, 2]))
+    norm, kv_rank = draw(st.sampled_from(["", "", "", "head", "whole"])), draw(st.sampled_from([0, 0, 0, 1, 2, 5]))
+    # Left to chance, keys that have an inverse and partial rotation that saves something are rare.
+    kind = draw(st.sampled_from(["any", "any", "keys", "partial"]))
+    if kind != "any":
+        groups, kv_heads, width, norm, kv_rank = 1, max(kv_heads, 2), max(width, 4), "", 0
+        value_width, hidden, rotary = width, kv_heads * width, width if kind == "keys" else 2
     passes = draw(st.sampled_from(PIPELINES))
     option = draw(st.sampled_from(["", "", "", *OPTIONS]))
     pipeline = passes.replace("mha-to-mla", "mha-to-mla" + option)
@@ -113,9 +119,9 @@ def specs(draw: st.DrawFn) -> Spec:
         "qkv" if layout == "conv1d" else bias,
         rotary,
         draw(st.sampled_from(["half", "interleaved", "interleaved-to-half"])),
-        norm=draw(st.sampled_from(["", "", "", "head", "whole"])),
-        kv_rank=draw(st.sampled_from([0, 0, 0, 1, 2, 5])),
-        condition=draw(st.sampled_from([0.0, 5.0, 50.0])),
+        norm=norm,
+        kv_rank=kv_rank,
+        condition=draw(st.sampled_from([5.0, 50.0] if kind == "keys" else [0.0, 5.0, 50.0])),
         window=window,
         softcap=softcap,
         sinks=sinks,
