@@ -65,7 +65,7 @@ def balanced_joint_pca(
 def joint_energies(key: torch.Tensor, value: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
     """Energies of the principal components of :func:`balanced_joint_pca`, largest first, [n_k + n_v]."""
     k, v, c = key.double(), value.double(), damped(covariance)
-    norms = [output_energy(w, c).clamp_min(0).sqrt().mean() for w in (k, v)]
+    norms = [output_energy(w.detach(), c).clamp_min(0).sqrt().mean() for w in (k, v)]
     alpha = float(norms[0] / norms[1]) if k.shape[0] and min(norms) > 0 else 1.0
     joint = torch.cat([k / alpha, v])
     return torch.linalg.eigvalsh(joint @ c @ joint.T).flip(0).clamp_min(0)
@@ -381,7 +381,7 @@ def _two_sided(
 def _balanced(
     heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plain: torch.Tensor, c: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    norms = [output_energy(w.flatten(0, 1), c).clamp_min(0).sqrt().mean() for w in (k, v)]
+    norms = [output_energy(w.detach().flatten(0, 1), c).clamp_min(0).sqrt().mean() for w in (k, v)]
     alpha = float(norms[0] / norms[1]) if k.numel() and min(norms) > 0 else 1.0
     one = [torch.eye(w.shape[1], dtype=w.dtype, device=w.device).expand(w.shape[0], -1, -1) for w in (k, v)]
     return one[0] / alpha**2, one[1]

@@ -223,7 +223,8 @@ def _write(path: str | os.PathLike[str], mark: str, done: int, moments: Mapping[
             f"cannot be written: {error}", where=str(target), remedy="give another state file"
         ) from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
 
 
 def _resume(path: str | os.PathLike[str] | None, mark: str, device: torch.device) -> tuple[int, dict[str, Moments]]:

@@ -117,7 +117,7 @@ def test_weights_that_grow_are_not_reported():
     """Case 16 (TransMLA#8): factors of a large rank are bigger than what they replace; the report has both."""
     model = build("llama", num_hidden_layers=1)
     before = sum(p.numel() for p in model.parameters())
-    wrap(model, "mha-to-mla{rank=56,rope_dim=8}", calibration=TEXT)
+    wrap(model, "mha-to-mla{rank=56,rope_dim=8,method=pca}", calibration=TEXT)
     # Down 56 x 64, up 2 x (16 - 4) and 2 x 16 rows of 56, rotated keys 8 x 64; instead of 32 x 64 twice.
     new, old = 56 * 64 + (24 + 32) * 56 + 8 * 64, 2 * 32 * 64
     assert (model.report.new_weight_bytes, model.report.released_weight_bytes) == (4 * new, 4 * old)

@@ -244,6 +244,24 @@ def test_components_that_keep_their_rotation_are_exact_where_only_they_carry_it(
     assert error < 1e-6  # the library makes its cosine table in fp32
 
 
+@pytest.mark.parametrize("method", ["two-sided", "pca"])
+def test_the_factor_of_the_tables_goes_to_what_no_longer_rotates(method):
+    """YaRN multiplies cosine and sine by a constant, and so the scores of all pairs, rotated or not, by its square."""
+    words = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+    tiny = build("llama", num_hidden_layers=1, rope_parameters=words).double()
+    assert tiny.model.rotary_emb.attention_scaling > 1.1
+    for name, b in tiny.named_buffers():
+        if name.endswith("inv_freq"):
+            b.zero_()
+    passes = parse(f"mha-to-mla{{rank=56,rope_dim=8,method={method}}}")
+    context = Context(statistics=statistics_for(tiny, passes, TEXT), own_parameters=True)
+    graph = planning_graph(tiny)
+    probe = Probe(tiny, graph)
+    before = probe.forward(graph)
+    after = probe.forward(run(graph.copy(), passes, context).graph, before)
+    assert compare(before, after, None).modules[f"{ATTN}.o_proj"] < 1e-6  # the tables are in fp32
+
+
 def test_equal_heads_need_one_component_a_pair():
     """Keys of all heads alike: the components go to the fastest pairs, one each, instead of one for every head."""
     tiny = build("llama", num_hidden_layers=1)

@@ -23,6 +23,10 @@ TOKENS = torch.randint(3, 128, (6, 40), generator=torch.Generator().manual_seed(
 PASSES = parse("mha-to-mla{rank=16,rope_dim=8}")
 
 
+class StoppedError(Exception):
+    pass
+
+
 def tiny(family: str = "llama", **words):
     return build(family, num_hidden_layers=1, **words).double().eval()
 
@@ -125,24 +129,24 @@ def test_batches_do_not_matter():
     assert all(close(a, b) < 1e-12 for a, b in zip(tensors(one), tensors(other), strict=True))
 
 
-def test_options_beyond_a_limit_are_told_before_anything_is_computed():
-    model = tiny()
-    model.forward = None  # a forward pass would fail
+def test_options_beyond_a_limit_are_told_before_anything_is_computed(monkeypatch):
+    def begin(*_):
+        raise StoppedError
+
+    monkeypatch.setattr(module, "progress", begin)
     for options, text in (
         ("rank=999,rope_dim=8", "rank=999 is larger than 56"),
         ("rank=8,rope_dim=7", "rope_dim=7 does not fit"),
-        ("rank=8,rope_dim=12,method=transmla", "give 16 or 8 or 4 or 2"),
+        ("rank=8,rope_dim=12,method=transmla", "Give 16 or 8 or 4 or 2"),
     ):
         with pytest.raises(PipelineError) as caught:
             statistics_for(tiny(), parse(f"mha-to-mla{{{options}}}"), TOKENS)
         assert text in str(caught.value)
+    with pytest.raises(StoppedError):  # where the batches would begin
+        statistics_for(tiny(), PASSES, TOKENS)
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------
-
-
-class StoppedError(Exception):
-    pass
 
 
 def stopped_after(count: int, model, calibration: Calibration) -> None:
