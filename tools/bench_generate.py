@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -153,8 +154,8 @@ def _pass(model: Any, ids: torch.Tensor, new: int) -> tuple[float, list[float], 
     with torch.no_grad():
         out, first = _timed(lambda: model(input_ids=ids, logits_to_keep=1, **more), ids.device)
         for _ in range(new - 1):
-            token = out.logits[:, -1:].argmax(-1)
-            out, ms = _timed(lambda token=token: model(input_ids=token, logits_to_keep=1, **more), ids.device)
+            step = {"input_ids": out.logits[:, -1:].argmax(-1), "logits_to_keep": 1, **more}
+            out, ms = _timed(functools.partial(model, **step), ids.device)
             steps.append(ms)
     return first, steps, cache
 

@@ -24,6 +24,12 @@ _WALKERS = 8192  # programs that fill a large device, about
 
 
 @triton.jit
+def ahead(row, t, end, stride, mask):
+    """What a row of pointers holds at token t, in its own dtype; zero from ``end`` on."""
+    return tl.load(row + tl.cast(t, tl.int64) * stride, mask=mask & (t < end), other=0.0)
+
+
+@triton.jit
 def local_kernel(
     u_ptr, delta_ptr, a_ptr, b_ptr, c_ptr, z_ptr, bias_ptr, dy_ptr, state_ptr, sum_ptr, adjoint_ptr,
     length, per_group, d_state, chunk, chunks, channels,
@@ -57,25 +63,45 @@ def local_kernel(
     whole = tl.zeros([BD], tl.float32)
     decay = tl.full([BN, BD], 1.0, tl.float32)
     adjoint = tl.zeros([BN, BD], tl.float32)
-    for t in range(c * chunk, tl.minimum(c * chunk + chunk, length)):
-        at = tl.cast(t, tl.int64)
-        u = tl.load(u_ptr + b * sub + d64 * sud + at * sul, mask=in_d, other=0.0).to(tl.float32)
-        step = tl.load(delta_ptr + b * stb + d64 * std + at * stl, mask=in_d, other=0.0).to(tl.float32) + bias
+    u_row = u_ptr + b * sub + d64 * sud
+    step_row = delta_ptr + b * stb + d64 * std
+    b_row = b_ptr + b * sbb + g64 * sbg + n64 * sbn
+    c_row = c_ptr + b * scb + g64 * scg + n64 * scn
+    z_row = z_ptr + b * szb + d64 * szd
+    dy_row = dy_ptr + b * syb + d64 * syd
+    first = c * chunk
+    end = tl.minimum(first + chunk, length)
+    # Loads run one token ahead.
+    u1, step1 = ahead(u_row, first, end, sul, in_d), ahead(step_row, first, end, stl, in_d)
+    b1 = ahead(b_row, first, end, sbl, in_n)
+    z1, dy1, c1 = u1, u1, b1
+    if ADJOINT and HAS_DY:
+        dy1, c1 = ahead(dy_row, first, end, syl, in_d), ahead(c_row, first, end, scl, in_n)
+        if HAS_Z:
+            z1 = ahead(z_row, first, end, szl, in_d)
+    for t in range(first, end):
+        u, bs = u1.to(tl.float32), b1.to(tl.float32)
+        step = step1.to(tl.float32) + bias
+        z, dout, cs = z1, dy1, c1
+        u1, step1 = ahead(u_row, t + 1, end, sul, in_d), ahead(step_row, t + 1, end, stl, in_d)
+        b1 = ahead(b_row, t + 1, end, sbl, in_n)
+        if ADJOINT and HAS_DY:
+            dy1, c1 = ahead(dy_row, t + 1, end, syl, in_d), ahead(c_row, t + 1, end, scl, in_n)
+            if HAS_Z:
+                z1 = ahead(z_row, t + 1, end, szl, in_d)
         if SOFTPLUS:
             step = softplus(step)
-        bs = tl.load(b_ptr + b * sbb + g64 * sbg + n64 * sbn + at * sbl, mask=in_n, other=0.0).to(tl.float32)
         one = tl.exp2(a * step[None, :])
         h = one * h + (step * u)[None, :] * bs[:, None]
         whole += step
         if ADJOINT:
             decay = decay * one
             if HAS_DY:
-                dout = tl.load(dy_ptr + b * syb + d64 * syd + at * syl, mask=in_d, other=0.0).to(tl.float32)
+                seen = dout.to(tl.float32)
                 if HAS_Z:
-                    z = tl.load(z_ptr + b * szb + d64 * szd + at * szl, mask=in_d, other=0.0).to(tl.float32)
-                    dout = dout * (z * sigmoid(z))
-                cs = tl.load(c_ptr + b * scb + g64 * scg + n64 * scn + at * scl, mask=in_n, other=0.0).to(tl.float32)
-                adjoint += decay * (cs[:, None] * dout[None, :])
+                    gate = z.to(tl.float32)
+                    seen = seen * (gate * sigmoid(gate))
+                adjoint += decay * (cs.to(tl.float32)[:, None] * seen[None, :])
     out = ((b * chunks + c) * d_state + n64[:, None]) * channels + d64[None, :]
     tl.store(state_ptr + out, h, mask=both)
     tl.store(sum_ptr + (b * chunks + c) * channels + d64, whole, mask=in_d)
@@ -159,20 +185,35 @@ def _output_kernel(
     if HAS_ENTER:
         enter = enter_ptr + b * seb + c * tl.cast(sec, tl.int64) + n64[:, None] * sen + d64[None, :] * sed
         h += tl.load(enter, mask=both, other=0.0).to(tl.float32)
-    for t in range(c * chunk, tl.minimum(c * chunk + chunk, length)):
-        at = tl.cast(t, tl.int64)
-        u = tl.load(u_ptr + b * sub + d64 * sud + at * sul, mask=in_d, other=0.0).to(tl.float32)
-        step = tl.load(delta_ptr + b * stb + d64 * std + at * stl, mask=in_d, other=0.0).to(tl.float32) + bias
+    u_row = u_ptr + b * sub + d64 * sud
+    step_row = delta_ptr + b * stb + d64 * std
+    b_row = b_ptr + b * sbb + g64 * sbg + n64 * sbn
+    c_row = c_ptr + b * scb + g64 * scg + n64 * scn
+    z_row = z_ptr + b * szb + d64 * szd
+    y_row = y_ptr + b * length * channels + d64
+    first = c * chunk
+    end = tl.minimum(first + chunk, length)
+    u1, step1 = ahead(u_row, first, end, sul, in_d), ahead(step_row, first, end, stl, in_d)
+    b1, c1 = ahead(b_row, first, end, sbl, in_n), ahead(c_row, first, end, scl, in_n)
+    z1 = u1
+    if HAS_Z:
+        z1 = ahead(z_row, first, end, szl, in_d)
+    for t in range(first, end):
+        u, bs, cs = u1.to(tl.float32), b1.to(tl.float32), c1.to(tl.float32)
+        step = step1.to(tl.float32) + bias
+        z = z1
+        u1, step1 = ahead(u_row, t + 1, end, sul, in_d), ahead(step_row, t + 1, end, stl, in_d)
+        b1, c1 = ahead(b_row, t + 1, end, sbl, in_n), ahead(c_row, t + 1, end, scl, in_n)
+        if HAS_Z:
+            z1 = ahead(z_row, t + 1, end, szl, in_d)
         if SOFTPLUS:
             step = softplus(step)
-        bs = tl.load(b_ptr + b * sbb + g64 * sbg + n64 * sbn + at * sbl, mask=in_n, other=0.0).to(tl.float32)
-        cs = tl.load(c_ptr + b * scb + g64 * scg + n64 * scn + at * scl, mask=in_n, other=0.0).to(tl.float32)
         h = tl.exp2(a * step[None, :]) * h + (step * u)[None, :] * bs[:, None]
         y = tl.sum(h * cs[:, None], 0) + skip * u
         if HAS_Z:
-            z = tl.load(z_ptr + b * szb + d64 * szd + at * szl, mask=in_d, other=0.0).to(tl.float32)
-            y = y * (z * sigmoid(z))
-        tl.store(y_ptr + (b * length + at) * channels + d64, y.to(y_ptr.dtype.element_ty), mask=in_d)
+            gate = z.to(tl.float32)
+            y = y * (gate * sigmoid(gate))
+        tl.store(y_row + tl.cast(t, tl.int64) * channels, y.to(y_ptr.dtype.element_ty), mask=in_d)
     if c == chunks - 1:
         tl.store(final_ptr + (b * channels + d64[None, :]) * d_state + n64[:, None], h, mask=both)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from latentscan.kernels.triton.mamba_common import absent, cdiv, check_shape, sigmoid, silu_gradient, softplus
-from latentscan.kernels.triton.selective_scan import BD, check, local_kernel, pass_kernel, strides
+from latentscan.kernels.triton.selective_scan import BD, ahead, check, local_kernel, pass_kernel, strides
 
 CHUNK = 32  # tokens
 _SCRATCH = 1 << 26  # bytes, about, of all programs' scratch areas together
@@ -47,6 +47,7 @@ def _walk_kernel(
     d64, n64, g64 = d.to(tl.int64), n.to(tl.int64), tl.cast(g, tl.int64)
     both = in_n[:, None] & in_d[None, :]
     a = tl.load(a_ptr + d64[None, :] * sad + n64[:, None] * san, mask=both, other=0.0).to(tl.float32)
+    a = a * 1.4426950408889634  # powers of two
     bias = tl.zeros([BD], tl.float32)
     if HAS_BIAS:
         bias += tl.load(bias_ptr + d, mask=in_d, other=0.0).to(tl.float32)
@@ -64,36 +65,60 @@ def _walk_kernel(
         h = tl.load(enter_ptr + state, mask=both, other=0.0)
         first = c * chunk
         count = tl.minimum(chunk, length - first)
+        end = first + count
+        u_row = u_ptr + b * sub + d64 * sud
+        step_row = delta_ptr + b * stb + d64 * std
+        b_row = b_ptr + b * sbb + g64 * sbg + n64 * sbn
+        c_row = c_ptr + b * scb + g64 * scg + n64 * scn
+        z_row = z_ptr + b * szb + d64 * szd
+        dy_row = dy_ptr + b * syb + d64 * syd
+        # Loads run one token ahead, here and on the way back.
+        u1, step1 = ahead(u_row, first, end, sul, in_d), ahead(step_row, first, end, stl, in_d)
+        b1 = ahead(b_row, first, end, sbl, in_n)
         for i in range(count):
-            at = tl.cast(first + i, tl.int64)
+            t = first + i
             tl.store(own + i * (BN * BD), h)
-            u = tl.load(u_ptr + b * sub + d64 * sud + at * sul, mask=in_d, other=0.0).to(tl.float32)
-            step = tl.load(delta_ptr + b * stb + d64 * std + at * stl, mask=in_d, other=0.0).to(tl.float32) + bias
+            u, bs = u1.to(tl.float32), b1.to(tl.float32)
+            step = step1.to(tl.float32) + bias
+            u1, step1 = ahead(u_row, t + 1, end, sul, in_d), ahead(step_row, t + 1, end, stl, in_d)
+            b1 = ahead(b_row, t + 1, end, sbl, in_n)
             if SOFTPLUS:
                 step = softplus(step)
-            bs = tl.load(b_ptr + b * sbb + g64 * sbg + n64 * sbn + at * sbl, mask=in_n, other=0.0).to(tl.float32)
-            h = tl.exp(a * step[None, :]) * h + (step * u)[None, :] * bs[:, None]
+            h = tl.exp2(a * step[None, :]) * h + (step * u)[None, :] * bs[:, None]
         tl.debug_barrier()
         adjoint = tl.load(leave_ptr + state, mask=both, other=0.0)
+        last = end - 1
+        u1, step1 = ahead(u_row, last, end, sul, in_d), ahead(step_row, last, end, stl, in_d)
+        b1, c1 = ahead(b_row, last, end, sbl, in_n), ahead(c_row, last, end, scl, in_n)
+        z1, dy1 = u1, u1
+        if HAS_DY:
+            dy1 = ahead(dy_row, last, end, syl, in_d)
+        if HAS_Z:
+            z1 = ahead(z_row, last, end, szl, in_d)
         for back in range(count):
             i = count - 1 - back
-            at = tl.cast(first + i, tl.int64)
+            t = first + i
+            at = tl.cast(t, tl.int64)
             before = tl.load(own + i * (BN * BD))
-            u = tl.load(u_ptr + b * sub + d64 * sud + at * sul, mask=in_d, other=0.0).to(tl.float32)
-            raw = tl.load(delta_ptr + b * stb + d64 * std + at * stl, mask=in_d, other=0.0).to(tl.float32) + bias
+            u, bs, cs = u1.to(tl.float32), b1.to(tl.float32), c1.to(tl.float32)
+            raw = step1.to(tl.float32) + bias
+            z, dout = z1.to(tl.float32), tl.zeros([BD], tl.float32)
+            if HAS_DY:
+                dout = dy1.to(tl.float32)
+            earlier = tl.maximum(t - 1, first)
+            u1, step1 = ahead(u_row, earlier, end, sul, in_d), ahead(step_row, earlier, end, stl, in_d)
+            b1, c1 = ahead(b_row, earlier, end, sbl, in_n), ahead(c_row, earlier, end, scl, in_n)
+            if HAS_DY:
+                dy1 = ahead(dy_row, earlier, end, syl, in_d)
+            if HAS_Z:
+                z1 = ahead(z_row, earlier, end, szl, in_d)
             step = raw
             if SOFTPLUS:
                 step = softplus(raw)
-            bs = tl.load(b_ptr + b * sbb + g64 * sbg + n64 * sbn + at * sbl, mask=in_n, other=0.0).to(tl.float32)
-            cs = tl.load(c_ptr + b * scb + g64 * scg + n64 * scn + at * scl, mask=in_n, other=0.0).to(tl.float32)
-            decay = tl.exp(a * step[None, :])
+            decay = tl.exp2(a * step[None, :])
             h = decay * before + (step * u)[None, :] * bs[:, None]
-            dout = tl.zeros([BD], tl.float32)
-            if HAS_DY:
-                dout += tl.load(dy_ptr + b * syb + d64 * syd + at * syl, mask=in_d, other=0.0).to(tl.float32)
             place = (b * length + at) * channels + d64
             if HAS_Z:
-                z = tl.load(z_ptr + b * szb + d64 * szd + at * szl, mask=in_d, other=0.0).to(tl.float32)
                 y = tl.sum(h * cs[:, None], 0) + skip * u
                 tl.store(dz_ptr + place, (dout * y * silu_gradient(z)).to(dz_ptr.dtype.element_ty), mask=in_d)
                 dout = dout * (z * sigmoid(z))
@@ -105,7 +130,7 @@ def _walk_kernel(
             carried = adjoint * decay
             exponent = carried * before
             da += exponent * step[None, :]
-            dstep = tl.sum(exponent * a, 0) + from_b * u
+            dstep = tl.sum(exponent * a, 0) * 0.6931471805599453 + from_b * u
             if SOFTPLUS:
                 dstep = tl.where(raw > 20.0, dstep, dstep * sigmoid(raw))
             du = from_b * step + dout * skip

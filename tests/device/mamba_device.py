@@ -274,12 +274,19 @@ def norm_times(backward: bool, channels: int, group: int) -> None:
         else (lambda: norm.gated_rms_norm(y, z, w, **options))
     )
     original = norm.block_sizes
-    for warps in () if QUICK else (2, 4, 8, 16, 32):
-        if warps == shipped["num_warps"] or not 4 <= shipped["BR"] * shipped["BD"] // warps // 32 <= 32:
+    choices = [{"num_warps": n} for n in (2, 4, 8, 16, 32)]
+    if backward and channels == group:
+        choices += [{"num_warps": n, "maxnreg": m} for n, m in ((16, 64), (8, 128), (8, 80))]
+    for choice in () if QUICK else choices:
+        if choice == {"num_warps": shipped["num_warps"]}:
             continue
-        norm.block_sizes = lambda *_, warps=warps, **__: {**shipped, "num_warps": warps}
+        if not 8 <= shipped["BR"] * shipped["BD"] // choice["num_warps"] // 32 <= 32:
+            continue
+        norm.block_sizes = lambda *_, choice=choice, **__: {**shipped, **choice}
         try:
-            told.append(f"{warps}w {median(call, 4, 3):.3f}")
+            told.append(f"{'w/'.join(map(str, choice.values()))} {median(call, 4, 3):.3f}")
+        except Exception as error:  # noqa: BLE001  one bad choice is no reason to lose the rest
+            told.append(f"{choice} {type(error).__name__}")
         finally:
             norm.block_sizes = original
     moved = (5 if backward else 3) * 2 * length * channels
@@ -320,9 +327,10 @@ def step_times() -> None:
     rated("conv step 2.7B batch 64", ms, 2 * kept.nbytes + 2 * x.nbytes)
 
 
-def scan_inputs(length: int) -> tuple[Any, ...]:
+def scan_inputs(length: int, *, delta_last: bool = True) -> tuple[Any, ...]:
     d, n = 5120, 16
     u, delta = (rnd(1, length, d).transpose(1, 2) for _ in range(2))
+    delta = delta if delta_last else delta.contiguous()  # as the library projects it
     z = rnd(1, length, 2 * d)[..., d:].transpose(1, 2)
     mixed = rnd(1, length, 192)
     B, C = mixed[..., 160:176].transpose(1, 2), mixed[..., 176:].transpose(1, 2)
@@ -356,6 +364,15 @@ def scan_times(length: int) -> None:
         lambda: scan_backward.selective_scan_backward(dy, None, *args, delta_softplus=True), 2, 3
     )  # fmt: skip
     rated(f"scan bwd mamba-2.8b L{length}", backward, 7 * 2 * length * 5120, f"peak {peak} MiB {', '.join(told)}")
+
+
+def scan_layout() -> None:
+    """What the rule delta-channels-last of fuse-mamba is for."""
+    args = scan_inputs(2048, delta_last=False)
+    dy = rnd(1, 2048, 5120).transpose(1, 2)
+    forward = median(lambda: scan.selective_scan(*args, delta_softplus=True), 4, 3)
+    backward = median(lambda: scan_backward.selective_scan_backward(dy, None, *args, delta_softplus=True), 2, 3)
+    say(f"scan L2048, time step channels first: forward {forward:.4f} ms, backward {backward:.4f} ms")
 
 
 def library_scan() -> None:
@@ -427,6 +444,7 @@ def cases() -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
     yield norm_times, (False, 8192, 1024)
     yield norm_times, (True, 8192, 1024)
     yield scan_times, (32768,)
+    yield scan_layout, ()
     yield library_scan, ()
 
 

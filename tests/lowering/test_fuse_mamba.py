@@ -18,6 +18,7 @@ from latentscan.passes.base import Context, Refusal
 from latentscan.passes.pipeline import parse, run
 from latentscan.runtime.door import session_of
 from latentscan.runtime.phases import traced_phases
+from latentscan.runtime.wrap import wrap
 from latentscan.tests.lowering.counting import count
 from latentscan.tests.models import MAMBA1_FAMILIES, SSD_FAMILIES, build
 from latentscan.tests.runtime.helpers import distance, pair, ragged, tokens, worst_gradient
@@ -93,6 +94,32 @@ def test_a_training_step_launches_moves_and_keeps_less(family):
     assert before.kept - after.kept >= layers * 2 * 64 * wide * 4  # the convolution's output waits no more
     assert after.by_name["mamba_mixer"] == after.by_name["mamba_mixer_backward"] == layers
     assert inner < wide
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_and_autocast():
+    plain, model = build("mamba2").train(), build("mamba2").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    call = {"input_ids": tokens(2, 21), "labels": tokens(2, 21)}
+    wrap(model, "fuse-mamba")
+    model(**call).loss.backward()
+    plain(**call).loss.backward()
+    assert worst_gradient(model, plain) < 3e-4
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(**call)
+    out.loss.backward()
+    assert distance(out.logits.float(), plain(**call).logits) < 0.05
+    assert all(p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_the_plain_door_takes_it():
+    model = build("mamba2")
+    compiled = torch.compile(model, backend="latentscan", options={"pipeline": "fuse-mamba"})
+    ids = tokens(2, 21)
+    with torch.no_grad():
+        assert distance(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < 5e-6
 
 
 def fused(graph: Any) -> Any:
