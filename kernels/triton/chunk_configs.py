@@ -54,15 +54,15 @@ class Backward:
     chunk: int = 64
     block_p: int = 64
     heads: int = 10
-    warps: int = 8
-    stages: int = 2
+    warps: int = 4
+    stages: int = 1
     group_p: int = 64
-    group_n: int = 64
+    group_n: int = 128
     group_heads: int = 20
     group_warps: int = 4
-    group_stages: int = 4
+    group_stages: int = 3
     walk_p: int = 64
-    walk_n: int = 64
+    walk_n: int = 128
     walk_warps: int = 4
     walk_stages: int = 3
     workspace: int = 128 << 20
@@ -122,22 +122,19 @@ def hopper_config(units: int, shared_bytes: int, device: Device) -> Hopper:
     return Hopper(pieces=pieces)
 
 
-def backward_config(
-    P: int, N: int, dtype: torch.dtype, group_heads: int, device: Device, *, gated: bool = False
-) -> Backward:
-    """``group_heads``: heads that share a group of B and C; ``gated``: there is a z."""
+def backward_config(P: int, N: int, dtype: torch.dtype, group_heads: int, device: Device) -> Backward:
+    """``group_heads``: heads that share a group of B and C."""
     width = N * dtype.itemsize
-    k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 64), group_p=min(P, 64), group_n=min(N, 64))
+    k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 128), group_p=min(P, 64), group_n=min(N, 128))
     k = replace(k, state_p=min(P, 64), state_n=min(N, 128))
-    if P > 64 or dtype.itemsize > 2 or gated:
-        k = replace(k, stages=1)
     if dtype.itemsize > 2:
-        k = replace(k, block_p=min(P, 32), group_stages=2, walk_stages=2, state_stages=2, state_n=min(N, 64))
+        k = replace(k, block_p=min(P, 32), group_n=min(N, 64), group_stages=2, walk_n=min(N, 64), walk_stages=2)
+        k = replace(k, state_n=min(N, 64), state_stages=2)
     if width > 256:
-        k = replace(k, chunk=32, block_p=min(P, 32), state_n=min(N, 64), state_stages=2, stages=1, group_stages=2)
+        k = replace(k, chunk=32, block_p=min(P, 32), state_n=min(N, 64), state_stages=2, group_stages=2)
     if width > 512:
         k = replace(k, chunk=16, block_p=16)
     if device.capability < (9, 0):
         k = replace(k, walk_stages=2, state_stages=2, group_stages=min(k.group_stages, 3))
-    splits = max(1, -(-group_heads // k.heads))
-    return replace(k, heads=-(-group_heads // splits))
+    runs, parts = -(-group_heads // k.heads), -(-group_heads // k.group_heads)
+    return replace(k, heads=-(-group_heads // runs), group_heads=-(-group_heads // parts))

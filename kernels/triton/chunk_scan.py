@@ -111,7 +111,7 @@ def chunk_scan_backward(
     dy = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else rows_of(dy)
     with _on(x):
         grads: Any = plain_backward.backward(
-            dy, dfinal_state, x, steps, B, C, D, z, init_state, config or _backward(x, B, z)
+            dy, dfinal_state, x, steps, B, C, D, z, init_state, config or choose_backward(x, B)
         )
     return tuple(absent(x) if grad is None else grad for grad in grads)
 
@@ -135,11 +135,10 @@ def gluon_works() -> bool:
     return triton.__version__.rpartition(".")[0] in GLUON_VERSIONS
 
 
-def _backward(x: Tensor, B: Tensor, z: Tensor | None) -> Backward:
+def choose_backward(x: Tensor, B: Tensor) -> Backward:
+    """The shipped choice."""
     heads, P = x.shape[2:]
-    return backward_config(
-        pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], Device.of(x.device), gated=z is not None
-    )
+    return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], Device.of(x.device))
 
 
 def _on(x: Tensor) -> Any:

@@ -3,7 +3,7 @@
 The states before the chunks and their adjoints are made again, for one segment of the sequence at a time from the last
 to the first, so that memory is bounded; in 16 bits for 16-bit inputs, the running ones in fp32.
 
-    prep, scores, states, carry   as forward: the state before every segment
+    prep, states, carry   as forward: the state before every segment
     for each segment:
       walk        h before and the adjoint g after every chunk            (one program a head, slice and direction)
       chunk       dx, dz; gradients of decay and step of every token; that of C·Bᵀ, summed over a run of heads
@@ -32,7 +32,7 @@ from latentscan.kernels.triton.chunk_common import (
     wide,
 )
 from latentscan.kernels.triton.chunk_configs import Backward, Forward
-from latentscan.kernels.triton.chunk_scan_forward import segment_scores, segment_states
+from latentscan.kernels.triton.chunk_scan_forward import segment_states
 
 
 @triton.jit
@@ -112,7 +112,7 @@ def walk_kernel(
 
 @triton.jit
 def chunk_kernel(
-    x, B, C, dy, z, D, scores, vec, hs, gs, dx, dz, pairs, flow, dD, L, H, G, NC, P, N, batch, first, count, RUN, RUNS,
+    x, B, C, dy, z, D, vec, hs, gs, dx, dz, pairs, flow, dD, L, H, G, NC, P, N, batch, first, count, RUN, RUNS,
     x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, dy_sb, dy_sl, dy_sh, z_sb, z_sl, z_sh,
     Q: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, EVEN_P: tl.constexpr,
     EVEN_N: tl.constexpr, HAS_D: tl.constexpr, D_CHANNELS: tl.constexpr, HAS_Z: tl.constexpr, PREC: tl.constexpr,
@@ -120,7 +120,7 @@ def chunk_kernel(
 ):  # fmt: skip
     """One chunk, one run of heads of a group: everything but what the states give to dB and dC.
 
-    scores, pairs [.., Q, Q] are transposed. pairs [RUNS, count, b, G, Q, Q]: gradient of C·Bᵀ, summed over the run.
+    pairs [RUNS, count, b, G, Q, Q]: gradient of B·Cᵀ, summed over the run.
     flow [count, b, H, 5 Q + P]: what steps_kernel makes the gradients of decay and step from. Of each token, summed
     over channels: what it reads in the chunk; what it reads of the state before the chunk; how it is read in the
     chunk; how it is read after it, both per unit of step; how D reads it. Then h g of every channel, summed over N.
@@ -177,7 +177,8 @@ def chunk_kernel(
             tl.store(f + 4 * Q + q, same)
         # Few matrices may be alive at once: what is between the tokens comes first, and is done with.
         decay = tl.exp2(tl.where(causal, cum[None, :] - cum[:, None], float("-inf")))
-        score = tl.load(scores + ((b * G + g) * NC + c) * (Q * Q) + (q[:, None] * Q + q[None, :])).to(tl.float32)
+        # Once a head again: kept, it would cost registers; loaded, it would have the wrong layout.
+        score = tl.dot(Bt, tl.trans(Ct), input_precision=PREC)
         inner *= decay
         mixed = (decay * score).to(dtype)
         reached = inner * step[:, None]
@@ -381,7 +382,6 @@ def backward(
     s = Sizes.of(x, B, k.chunk)
     device, f32 = x.device, torch.float32
     vec = prepare(steps, s)
-    scores = segment_scores(C, B, s, x.dtype, flip=True)
     count = chunks_a_segment(s, x.element_size(), k.workspace)
     passes = Forward(
         chunk=k.chunk, state_p=k.state_p, state_n=k.state_n, state_warps=k.state_warps, state_stages=k.state_stages
@@ -425,7 +425,7 @@ def backward(
         )  # fmt: skip
         launch(
             chunk_kernel, runs * s.b * s.G * here,
-            x, B, C, dy, zt, Dt, scores, vec, hs, gs, dx, dz, pairs, flow, dD,
+            x, B, C, dy, zt, Dt, vec, hs, gs, dx, dz, pairs, flow, dD,
             s.L, s.H, s.G, s.NC, s.P, s.N, s.b, first, here, run, runs, *strides, **common,
             BP=BP, BN=BN, SLICES=triton.cdiv(s.P, BP), EVEN_P=s.P % BP == 0, EVEN_N=s.N == BN,
             HAS_D=D is not None, D_CHANNELS=channels, STAGES=k.stages, num_warps=k.warps,

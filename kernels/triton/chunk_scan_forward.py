@@ -34,9 +34,9 @@ from latentscan.kernels.triton.chunk_configs import Forward
 def scores_kernel(
     B, C, scores, L, G, NC, N, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg,
     Q: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, EVEN_N: tl.constexpr, PREC: tl.constexpr,
-    WIDE: tl.constexpr, DTYPE: tl.constexpr, FLIP: tl.constexpr,
+    WIDE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """scores [b, G, NC, Q, Q] = C·Bᵀ on and below the diagonal, 0 above; with FLIP on and above it, 0 below."""
+    """scores [b, G, NC, Q, Q] = C·Bᵀ on and below the diagonal, 0 above."""
     pid = tl.program_id(0).to(tl.int64)
     c, rest = pid % NC, pid // NC
     g, b = rest % G, rest // G
@@ -50,8 +50,7 @@ def scores_kernel(
         Ct = load_tile(Cp, q, c_sl, mask, n, n < N, EVEN_N).to(DTYPE)
         Bt = load_tile(Bp, q, b_sl, mask, n, n < N, EVEN_N).to(DTYPE)
         acc = tl.dot(Ct, tl.trans(Bt), acc, input_precision=PREC)
-    kept = q[:, None] <= q[None, :] if FLIP else q[:, None] >= q[None, :]
-    acc = tl.where(kept, acc, 0.0)
+    acc = tl.where(q[:, None] >= q[None, :], acc, 0.0)
     at = scores + pid * (Q * Q) + (q[:, None] * Q + q[None, :])
     tl.store(at, acc.to(scores.dtype.element_ty))
 
@@ -176,9 +175,7 @@ def output_kernel(
         tl.store(final + (b * H + h) * (P * N) + pn, state, mask=pn_mask)
 
 
-def segment_scores(
-    B: Tensor, C: Tensor, s: Sizes, dtype: torch.dtype, chunks: int | None = None, flip: bool = False
-) -> Tensor:
+def segment_scores(B: Tensor, C: Tensor, s: Sizes, dtype: torch.dtype, chunks: int | None = None) -> Tensor:
     """scores [b, G, NC, Q, Q], see :func:`scores_kernel`; ``chunks``: NC, if more than hold the tokens."""
     NC = chunks or s.NC
     scores = torch.empty(s.b, s.G, NC, s.Q, s.Q, device=B.device, dtype=dtype)
@@ -186,7 +183,7 @@ def segment_scores(
     launch(
         scores_kernel, s.b * s.G * NC, B, C, scores, s.L, s.G, NC, s.N, *B.stride()[:3], *C.stride()[:3],
         Q=s.Q, BN=BN, SLICES=triton.cdiv(s.N, BN), EVEN_N=s.N % BN == 0, PREC=precision(dtype),
-        WIDE=wide(s.Q, B, C), DTYPE=tl_dtype(dtype), FLIP=flip, num_warps=4,
+        WIDE=wide(s.Q, B, C), DTYPE=tl_dtype(dtype), num_warps=4,
     )  # fmt: skip
     return scores
 

@@ -48,31 +48,29 @@ NUMERICS: dict[str, tuple[Any, ...]] = {
 
 FORWARDS: dict[str, Forward | Hopper | None] = {
     "shipped": None,
-    "gluon 132": Hopper(),
     "gluon 120": Hopper(pieces=120),
-    "plain s4": Forward(segments=4),
-    "plain s8": Forward(segments=8),
-    "plain s8 w8": Forward(segments=8, out_warps=8),
-    "plain s8 o1": Forward(segments=8, out_stages=1),
-    "plain s8 o3": Forward(segments=8, out_stages=3),
-    "plain s8 p32": Forward(segments=8, out_p=32),
-    "plain s8 st64": Forward(segments=8, state_n=64, state_stages=4),
     "plain s12": Forward(segments=12),
+    "plain s16": Forward(segments=16),
+    "plain s24": Forward(segments=24),
 }
 BACKWARDS: dict[str, Backward | None] = {
     "shipped": None,
-    "w8 s2": Backward(stages=2),
-    "w8 s1": Backward(stages=1),
-    "w4 s1": Backward(warps=4),
-    "w4 q32": Backward(warps=4, chunk=32),
-    "w8 s2 r20": Backward(stages=2, heads=20),
-    "w8 s2 r5": Backward(stages=2, heads=5),
-    "w8 s2 g128": Backward(stages=2, group_n=128, group_stages=3),
-    "w8 s2 g32": Backward(stages=2, group_n=32),
-    "w8 s2 walk128": Backward(stages=2, walk_n=128),
-    "w8 s2 walk32": Backward(stages=2, walk_n=32, walk_stages=4),
-    "w8 s2 64M": Backward(stages=2, workspace=96 << 20),
-    "w8 s2 1G": Backward(stages=2, workspace=1 << 30),
+    "s2": Backward(stages=2),
+    "w8": Backward(warps=8),
+    "w8 s2": Backward(warps=8, stages=2),
+    "r5": Backward(heads=5),
+    "r20": Backward(heads=20),
+    "g128 h10": Backward(group_heads=10),
+    "g128 h40": Backward(group_heads=40),
+    "g128 w8": Backward(group_warps=8),
+    "g64 h20": Backward(group_n=64, group_stages=4),
+    "walk64": Backward(walk_n=64),
+    "walk w8": Backward(walk_warps=8),
+    "walk p32": Backward(walk_p=32),
+    "walk s4": Backward(walk_stages=4),
+    "q128": Backward(chunk=128, warps=8, group_warps=8, walk_warps=8, walk_stages=2, group_stages=2),
+    "96M": Backward(workspace=96 << 20),
+    "512M": Backward(workspace=512 << 20),
 }
 SHAPES = {"2.7B": (80, 64, 1, 128), "Nemotron-H": (128, 64, 8, 128)}
 
@@ -180,19 +178,12 @@ def peak_mib(run: Callable[[], Any]) -> float:
 
 
 def parts(run: Callable[[], Any]) -> str:
-    """Milliseconds of each kernel, each launch repeated alone; the sums of launches of a name."""
+    """Milliseconds of each kernel by graph replay of each launch alone; the sums of launches of a name."""
     total: dict[str, float] = {}
 
     def record(kernel: Any, grid: int, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-        kernel[(grid,)](*args, **meta)
-        torch.cuda.synchronize()
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        for _ in range(4):
-            kernel[(grid,)](*args, **meta)
-        b.record()
-        torch.cuda.synchronize()
-        total[kernel.__name__] = total.get(kernel.__name__, 0.0) + a.elapsed_time(b) / 4
+        took = graph_ms(lambda: kernel[(grid,)](*args, **meta), inner=3, repeats=3)
+        total[kernel.__name__] = total.get(kernel.__name__, 0.0) + took
 
     chunk_common.recorder = record
     try:
@@ -226,7 +217,7 @@ def timing(job: tuple[str, str, int, str], *, warm: bool = False) -> str:
     if warm:
         run()
         torch.cuda.synchronize()
-        return ""
+        return "warm"
     row = f"{graph_ms(run):.4f} ms"
     if L == 32768:
         row += f"  {peak_mib(run):.0f} MiB"
@@ -307,7 +298,7 @@ def main() -> None:
         told = list(pool.map(worker, items))
     for name, text in zip(names, told, strict=False):
         print(f"{name:26s} {text}")
-    bad = [f"warm {i[1]}: {t}" for i, t in zip(items, told, strict=True) if i[0] == "warm" and t]
+    bad = [f"{i}: {t}" for i, t in zip(items, told, strict=True) if t.startswith("FAILED")]
     print(*bad, f"[{time.time() - begun:.0f} s]", sep="\n", flush=True)
     for row in rows:
         if time.time() - begun > (58 if args.quick else 112):
