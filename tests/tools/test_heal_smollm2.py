@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from latentscan.tools import demo
 from latentscan.tools.convert import convert
 from latentscan.tools.heal import heal
 
-STEPS = int(os.environ.get("LATENTSCAN_HEAL_STEPS", "30"))  # 200 leave 29 % of the gap (22 minutes of two shared cores)
+STEPS = 30  # 200 steps leave 29 % of the gap on the demo's held-out text: 2.866 original, 3.389 converted, 3.018 healed
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,4 +43,4 @@ def test_half_the_cache_heals(tmp_path: Path) -> None:
     original, before, after = (
         demo.nll(m, rows) for m in (resolve(model).load(), load(tmp_path / "half"), load(tmp_path / "healed"))
     )
-    assert after - original < (0.5 if STEPS >= 200 else 0.8) * (before - original)
+    assert after - original < 0.8 * (before - original)
