@@ -204,7 +204,7 @@ def _skeleton(config: Any, parts: Sequence[Parts], slots: Sequence[tuple[float, 
         rope_interleave=False,
         attention_bias=True,
         rope_parameters=rope_parameters(slots, longest),
-        **({"num_mtp_layers": 0} if "num_mtp_layers" in DeepseekV3Config.__dataclass_fields__ else {}),
+        **({"num_mtp_layers": 0} if hasattr(DeepseekV3Config, "num_mtp_layers") else {}),
     )  # fmt: skip
     new.architectures = ["DeepseekV3ForCausalLM"]
     with quiet():

@@ -119,7 +119,9 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
             remedy=INDIRECT,
         )  # fmt: skip
     group_of_head = torch.arange(heads) // (heads // kv_heads)
-    plain = weight(query.linear)[query.rows.flatten()].reshape(heads, -1, hidden) if key.columns else None
+    plain = None
+    if key.columns and query.linear is not None:
+        plain = weight(query.linear)[query.rows.flatten()].reshape(heads, -1, hidden)
 
     # The rotated pairs: rows [KV heads, pairs, 2] of the key's weight and [H, pairs, 2] of the query's.
     layout = _layout(graph, key, module)

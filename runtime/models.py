@@ -42,8 +42,9 @@ def make_tables(model: torch.nn.Module) -> None:
             continue
         if not table.is_meta or getattr(module, "long_inv_freq", None) is not None:
             continue
-        length = module.config.rope_parameters["original_max_position_embeddings"] + 1
-        made, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, table.device, seq_len=length)
+        config: Any = module.config
+        length = config.rope_parameters.get("original_max_position_embeddings", config.max_position_embeddings) + 1
+        made, _ = ROPE_INIT_FUNCTIONS["longrope"](config, table.device, seq_len=length)
         module.long_inv_freq = made
 
 

@@ -146,7 +146,7 @@ def test_a_killed_command_goes_on_with_the_same_losses(place, whole, tmp_path, m
     assert sorted(p.name for p in out.parent.iterdir()) == ["m"]  # what the killed one left beside is gone
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no directory": ({"dir": "nowhere"}, "there is no such directory"),
     "not converted": ({"dir": "empty"}, "no wrapped model was saved here"),
     "no text": ({"data": "nowhere.txt"}, "cannot be read"),
