@@ -33,6 +33,7 @@ from latentscan.ir.ops.exchange import SWAPS
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
 _FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
+_MOVES = {"pad", "flip", "roll", "repeat"}  # in general; along other dimensions they are not followed either
 _MASKS = ("causal_mask", "packing_mask", "fit_padding")
 
 
@@ -87,6 +88,10 @@ class _Walk:
                 self._seed(node)
             elif node.op in ("call_function", "call_method"):
                 self._visit(node)
+        if self.tokens.dims and not self.lengths:
+            first = next(iter(self.tokens.dims))
+            why = f"the graph was traced for {self.graph.shape(first)[1]} tokens alone, so what counts them is not seen"
+            self.tokens.ends.append(End(first, "length-fixed", why))
         return self.tokens
 
     def _seed(self, node: fx.Node) -> None:
@@ -115,6 +120,8 @@ class _Walk:
         inputs = [n for n in tensor_inputs(op) if n in dims]
         if producer(op) is not op:  # an item of a tuple: followed with its producer
             return
+        if name in _FILLS:  # the same for every token
+            return
         if name in _MASKS:
             self.tokens.masks.add(op)
         elif op in self.handled or getattr(op.target, "_opname", "") in _RULES:
@@ -141,12 +148,14 @@ class _Walk:
             self._reduction(op, inputs)
         elif is_matmul(op):
             self._matmul(op, inputs)
+        elif name in _MOVES:
+            self._end(op, "tokens-moved", f"{op.name} ({name}) drops, repeats or reorders tokens")
         elif is_tensor(op) or results(op):
             self._end(op, "unknown-node", f"{op.name} ({name}) is not known to keep tokens apart")
 
     def _made(self, op: fx.Node, name: str) -> None:
         """A value that depends on no token: weights, or something made from the sequence's length."""
-        if not is_tensor(op) or name in _FILLS:
+        if not is_tensor(op):
             return
         sizes = [s for s in self.graph.shape(op) if isinstance(s, torch.SymInt)]
         if not any(s.node.expr.free_symbols & self.lengths for s in sizes):

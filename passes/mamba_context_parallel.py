@@ -27,8 +27,8 @@ class MambaContextParallel(Pass):
     summary: ClassVar[str] = "the sequence over the ranks of the axis cp: convolution tails and states exchanged"
     math: ClassVar[str] = (
         "Each rank holds L/R consecutive tokens. A scan from zero gives S_r, the decay over the shard is Lambda_r; "
-        "both are gathered in fp32 while the local output is computed, h_r = sum_{i<r} (prod_{i<j<r} Lambda_j) S_i, and "
-        "exp(A_cum) C h_r is added. The convolution's first d_conv - 1 tokens need the previous rank's last ones. "
+        "both are gathered in fp32 while the local output is computed, h_r = sum_{i<r} (prod_{i<j<r} Lambda_j) S_i, "
+        "and exp(A_cum) C h_r is added. The convolution's first d_conv - 1 tokens need the previous rank's last ones. "
         "Gradients of weights and the loss are summed over the ranks. Refused unless all else keeps tokens apart."
     )
 

@@ -1,0 +1,172 @@
+"""Context parallelism as a plan: what is exchanged, what is refused and why; and what each rank gets of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from latentscan.ir.capture import capture
+from latentscan.ir.errors import MeshError, RefusedError
+from latentscan.ir.mesh import Mesh, parse_mesh
+from latentscan.ir.ops import exchange
+from latentscan.ir.tokens import follow_tokens
+from latentscan.passes.base import Context
+from latentscan.passes.pipeline import parse, run
+from latentscan.runtime.batch import IGNORED, split_batch
+from latentscan.runtime.wrap import planning_graph
+from latentscan.tests.models import build
+
+BOTH = "mamba-context-parallel,ulysses"
+
+
+def step(family: str, *, labels: bool = True, **overrides):
+    """The graph of a training step on one rank's part of a batch."""
+    model = build(family, num_hidden_layers=overrides.pop("num_hidden_layers", 1), **overrides).train()
+    ids = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    batch = split_batch({"input_ids": ids, "labels": ids} if labels else {"input_ids": ids}, parse_mesh("cp=2"))
+    return capture(model, inputs={**batch, "use_cache": False}, training=True)
+
+
+def planned(graph, pipeline: str, mesh: Mesh):
+    return run(graph, parse(pipeline), Context(mesh=mesh))
+
+
+def test_every_layer_exchanges_tail_and_state_and_every_weight_is_summed_once():
+    graph = step("mamba2", num_hidden_layers=2)
+    weights = sum(w.value.requires_grad for w in graph.weights.values())
+    program = planned(graph, "mamba-context-parallel", parse_mesh("cp=2"))
+    rules = [s.rule for s in program.records[0].sites]
+    assert rules == ["tail-exchange"] * 2 + ["state-exchange"] * 2 + ["sums"]
+    scan = program.records[0].sites[2]
+    assert scan.facts["bytes_per_row"] == 4 * 8 * (16 * 16 + 1)  # heads, P N and the decay, fp32
+    names = [getattr(n.target, "__name__", "") for n in program.graph.nodes]
+    assert names.count("tail_start") == names.count("tail_wait") == names.count("gather_start") == 2
+    assert names.count("copy_to") == weights
+    assert names.count("sum_partial") == 1  # the loss
+    order = [n for n in names if n in ("gather_start", "gather_wait")]
+    assert order == ["gather_start", "gather_wait"] * 2
+    start, wait = names.index("gather_start"), names.index("gather_wait")
+    between = [str(n.target) for n in list(program.graph.nodes)[start:wait]]
+    assert any("chunk_scan" in t for t in between)  # the local output hides the gather
+
+
+def test_attention_needs_ulysses_and_gets_it():
+    with pytest.raises(RefusedError, match=r"attention at model.layers.1.self_attn: .* Add ulysses"):
+        planned(step("bamba", num_hidden_layers=2), "mamba-context-parallel", parse_mesh("cp=2"))
+    program = planned(step("bamba", num_hidden_layers=2), BOTH, parse_mesh("cp=2"))
+    sites = {s.rule: s for r in program.records for s in r.sites}
+    assert sites["heads-for-tokens"].facts == {"ranks": 2, "heads": 2, "kv_heads": 1}
+    swaps = program.graph.calls(exchange.to_heads, exchange.to_tokens)
+    assert len(swaps) == 4
+    names = [getattr(n.target, "__name__", "") for n in program.graph.nodes]
+    assert names.count("sum_partial") == 1  # once, by the last of the two passes
+
+
+@pytest.mark.parametrize(
+    ("family", "pipeline", "mesh", "rule"),
+    [
+        ("llama", "ulysses", "cp=3", "heads-not-divisible at .*: 4 heads and 2 KV heads cannot be shared by 3 ranks"),
+        ("llama", "ulysses", "tp=2", "one rank along cp"),
+        ("granitemoehybrid", BOTH, "cp=2", "topk"),
+    ],
+)
+def test_what_cannot_be_split_says_why(family, pipeline, mesh, rule):
+    with pytest.raises(RefusedError, match=rule):
+        planned(step(family, num_hidden_layers=2), pipeline, parse_mesh(mesh)).forced(True)
+
+
+def test_labels_that_the_model_shifts_and_averages_are_refused():
+    model = build("mamba2", num_hidden_layers=1).train()
+    ids = torch.ones(2, 6, dtype=torch.long)
+    graph = capture(model, inputs={"input_ids": ids, "labels": ids, "use_cache": False}, training=True)
+    with pytest.raises(RefusedError, match=r"tokens-moved|loss-averaged") as error:
+        planned(graph, "mamba-context-parallel", parse_mesh("cp=2"))
+    assert "split_batch" in str(error.value)  # the remedy
+
+
+def test_a_graph_that_fills_a_cache_is_refused():
+    graph = planning_graph(build("bamba", num_hidden_layers=2).eval())
+    with pytest.raises(RefusedError, match="the graph fills a cache"):
+        planned(graph, BOTH, parse_mesh("cp=2"))
+
+
+class Mixing(nn.Module):
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.embed, self.how = nn.Embedding(20, 6), how
+
+    def forward(self, input_ids):
+        return self.how(self.embed(input_ids))
+
+
+@pytest.mark.parametrize(
+    ("how", "rule"),
+    [
+        (lambda x: x.flip(1), "tokens-moved"),
+        (lambda x: x.cumsum(1), "mixes-tokens"),
+        (lambda x: x[:, 1:], "tokens-moved"),
+        (lambda x: x - x.mean(1, keepdim=True), "mixes-tokens"),
+        (lambda x: torch.softmax(x @ x.mT, -1) @ x, "mixes-tokens"),
+        (lambda x: x * torch.linspace(0, 1, x.shape[1])[:, None], "length-fixed"),
+        (lambda x: x * torch.arange(0, 2 * x.shape[1], 2)[:, None], "positions-from-length"),
+        (lambda x: x.transpose(0, 1).reshape(-1, 6), "tokens-moved"),  # the batch inside the tokens
+        (lambda x: torch.sort(x, 1).values, "unknown-node"),
+        (lambda x: x.sum(1) ** 2, "not-a-sum"),
+        (lambda x: x.repeat(1, 2, 1), "tokens-moved"),
+    ],
+)
+def test_whatever_looks_beyond_its_own_token_is_an_end(how, rule):
+    graph = capture(Mixing(how), inputs={"input_ids": torch.ones(2, 6, dtype=torch.long)})
+    ends = follow_tokens(graph, set()).ends
+    assert rule in {e.rule for e in ends}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x: torch.nn.functional.silu(x) * 2 + x.mean(-1, keepdim=True),
+        lambda x: x.reshape(-1, 6).square(),
+        lambda x: torch.cat(x.chunk(2, -1)[::-1], -1).unflatten(-1, (2, 3)).transpose(1, 2),
+        lambda x: (x @ x.new_ones(6, 4)).softmax(-1),
+        lambda x: x * torch.arange(x.shape[1])[:, None],  # the passes count on from the shard's first token
+    ],
+)
+def test_whatever_keeps_tokens_apart_passes(how):
+    graph = capture(Mixing(how), inputs={"input_ids": torch.ones(2, 6, dtype=torch.long)})
+    assert not follow_tokens(graph, set()).ends
+
+
+# -- the batch --------------------------------------------------------------------------------------------------------
+
+
+def test_the_ranks_parts_put_together_are_the_batch():
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 90, (2, 12), generator=g)
+    labels = ids.masked_fill(torch.rand(2, 12, generator=g) < 0.3, IGNORED)
+    seq_idx = (torch.rand(2, 12, generator=g) < 0.3).int().cumsum(1)
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones(2, 12), "seq_idx": seq_idx, "scale": 2.0}
+    parts = [split_batch(batch, parse_mesh("cp=3").at(cp=r)) for r in range(3)]
+    for key in ("input_ids", "attention_mask", "seq_idx"):
+        assert torch.equal(torch.cat([p[key] for p in parts], 1), batch[key])
+    assert all(p["scale"] == 2.0 for p in parts)
+    moved = torch.cat([p["shift_labels"] for p in parts], 1)
+    for row in range(2):
+        for t in range(12):
+            same = t + 1 < 12 and seq_idx[row, t] == seq_idx[row, t + 1]
+            assert moved[row, t] == (labels[row, t + 1] if same else IGNORED)
+    assert {int(p["num_items_in_batch"]) for p in parts} == {int((moved != IGNORED).sum())}
+    places = torch.cat([p["position_ids"] for p in parts], 1)
+    assert all(places[r, t] == (seq_idx[r, :t] == seq_idx[r, t]).sum() for r in range(2) for t in range(12))
+
+
+def test_what_cannot_be_shared_evenly_says_what_to_do():
+    ids = torch.ones(2, 13, dtype=torch.long)
+    with pytest.raises(MeshError, match=r"13 tokens cannot be shared evenly by 2 ranks.*[Pp]ad the batch to 14"):
+        split_batch({"input_ids": ids}, parse_mesh("cp=2"))
+    with pytest.raises(MeshError, match="neither input_ids nor inputs_embeds"):
+        split_batch({"labels": ids}, parse_mesh("cp=2"))
+    with pytest.raises(MeshError, match=r"has 2 ranks, torch\.distributed has 1"):
+        split_batch({"input_ids": ids}, "cp=2")
+    with pytest.raises(MeshError, match="shard of 2 tokens is shorter than the 3"):
+        exchange.tail_start(torch.zeros(1, 2, 4), 3, "cp", 2, 0, "")
