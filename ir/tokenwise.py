@@ -171,7 +171,8 @@ def _single_token_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.N
         return {x: place, cos: (0, 1), sin: (0, 1)}  # type: ignore[dict-item]
     if node.target in ("mean", torch.mean):
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        if dim in (-1, rank - 1, [-1], (-1,)) and node.kwargs.get("keepdim") and rank - 1 not in place:
+        keeps = node.kwargs.get("keepdim", node.args[2] if len(node.args) > 2 else False)
+        if dim in (-1, rank - 1, [-1], (-1,)) and keeps and rank - 1 not in place:
             return {node.args[0]: place}  # type: ignore[dict-item]
         raise NotTokenwise(f"{node.name} averages over more than the features")
     if node.target in (torch.nn.functional.layer_norm, torch.nn.functional.rms_norm, torch.rms_norm):
@@ -189,7 +190,8 @@ def _single_token_places(graph: Graph, node: fx.Node, place: Place) -> dict[fx.N
     if node.target not in _POINTWISE:
         raise NotTokenwise(f"{node.name} ({getattr(node.target, '__name__', node.target)}) is not followed")
     found: dict[fx.Node, Place] = {}
-    for source in node.all_input_nodes:
+    casts = {"to", "type_as", "type"}  # what else they are given says only which dtype
+    for source in node.all_input_nodes[:1] if node.target in casts else node.all_input_nodes:
         given = graph.value(source)
         if not isinstance(given, torch.Tensor):
             raise NotTokenwise(f"{node.name} depends on the size {source.name}")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from latentscan.ir.layout import linear_of
-from latentscan.ir.tokenwise import NotTokenwise, Place, input_places, regroup, rerun, width
+from latentscan.ir.tokenwise import NotTokenwise, Place, again_on_read, input_places, regroup, rerun, width
 from latentscan.tests.ir.building import Building, close, random
 
 # -- regroup -----------------------------------------------------------------------------------------------------------
@@ -337,3 +337,46 @@ def test_a_linear_map_is_followed_where_the_layout_module_knows_it():
     assert linear_of(make.graph, computed) is None
     with pytest.raises(NotTokenwise, match="neither linear nor a view"):
         input_places(make.graph, computed, (0, 1))
+
+
+# -- what may run again on read ----------------------------------------------------------------------------------------
+
+
+def _normed_key(make: Building, *, over: int = -1, scale: Any = None) -> Any:
+    """A key that is projected, normed in another dtype over a dimension, and multiplied by something."""
+    x = make.input("x", "b", "s", 6)
+    y = make.call(F.linear, x, make.weight("w", random(8, 6)))
+    y = make.method(
+        "transpose", make.method("view", y, make.method("size", x, 0), make.method("size", x, 1), 2, 4), 1, 2
+    )
+    wide = make.method("to", y, torch.float32)
+    mean = make.call(torch.mean, make.call(operator.mul, wide, wide), over, True)
+    out = make.method("type_as", make.call(operator.mul, wide, make.call(torch.rsqrt, mean)), y)
+    return out if scale is None else make.call(operator.mul, out, scale(make, x))
+
+
+def test_a_norm_with_casts_is_followed_to_its_linear_map():
+    make = Building()
+    key = _normed_key(make, scale=lambda make, x: make.weight("gamma", random(4)))
+    again, linears, positions = again_on_read(make.graph, key, (0, 2))
+    assert [linear_of(make.graph, n).weight.name for n in linears] == ["w"]
+    assert not positions
+    assert {getattr(n.target, "__name__", n.target) for n in again} == {"to", "mul", "mean", "rsqrt", "type_as"}
+    with pytest.raises(NotTokenwise):  # only where somebody has marked it
+        input_places(make.graph, key, (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"over": 2}, "differs from call to call"),
+        ({"over": 1}, "more than the features"),
+        ({"scale": lambda make, x: make.method("amax", x)}, "differs from call to call"),
+        ({"scale": lambda make, x: make.method("size", x, 1)}, "depends on the size"),
+        ({"scale": lambda make, x: make.input("rows", "b", 1, 1, 1)}, "differs from call to call"),
+    ],
+)
+def test_what_differs_from_call_to_call_does_not_run_again(options, why):
+    make = Building()
+    with pytest.raises(NotTokenwise, match=why):
+        again_on_read(make.graph, _normed_key(make, **options), (0, 2))
