@@ -21,6 +21,7 @@ from latentscan.kernels.triton.mamba_common import (
 )
 
 MAX_GROUP = 16384
+READ_AGAIN = 4096  # channels of a block above which the backward reads a row twice
 _PROGRAMS = 512  # of the backward, each with its own sum for the weight
 
 
@@ -66,7 +67,7 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, x_ptr, z_ptr, w_ptr, dx_ptr, dz_ptr, part_ptr, rows, groups, group_size, programs,
     syr, syd, sxr, sxd, szr, szd, sor, sod, eps,
-    HAS_Z: tl.constexpr, NORM_FIRST: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    HAS_Z: tl.constexpr, NORM_FIRST: tl.constexpr, AGAIN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Every ``programs``-th block of rows of one group; part [programs, channels] takes the sums for the weight."""
     pid = tl.program_id(0)
@@ -80,31 +81,53 @@ def _backward_kernel(
     for block in range(k, tl.cdiv(rows, BR), programs):
         r = (tl.cast(block, tl.int64) * BR + tl.arange(0, BR))[:, None]
         ok = (r < rows) & (j < group_size)
-        x = tl.load(x_ptr + r * sxr + c64 * sxd, mask=ok, other=0.0).to(tl.float32)
-        dout = tl.load(dy_ptr + r * syr + c64 * syd, mask=ok, other=0.0).to(tl.float32)
-        value = x
-        if HAS_Z:
-            z = tl.load(z_ptr + r * szr + c64 * szd, mask=ok, other=0.0).to(tl.float32)
-            s = sigmoid(z)
-            if not NORM_FIRST:
-                value = x * (z * s)
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / group_size + eps)[:, None]
-        unit = value * inverse
+        x = tl.load(x_ptr + r * sxr + c64 * sxd, mask=ok, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        dout = tl.load(dy_ptr + r * syr + c64 * syd, mask=ok, other=0.0, eviction_policy="evict_last").to(tl.float32)
         w = tl.load(w_ptr + c, mask=j < group_size, other=0.0).to(tl.float32)  # again each time: registers are scarce
+        z = x
+        gate = x
+        value = x
+        through = dout * w
+        if HAS_Z:
+            z = tl.load(z_ptr + r * szr + c64 * szd, mask=ok, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            gate = sigmoid(z)
+            if NORM_FIRST:
+                through = through * (z * gate)
+            else:
+                value = x * (z * gate)
+        inverse = tl.rsqrt(tl.sum(value * value, 1) / group_size + eps)[:, None]
+        shared = tl.sum(through * value, 1)[:, None] * inverse / group_size
+        if AGAIN:  # a wide row does not wait in registers for its sums, it is read again from the cache
+            x = tl.load(x_ptr + r * sxr + c64 * sxd, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            dout = tl.load(dy_ptr + r * syr + c64 * syd, mask=ok, other=0.0, eviction_policy="evict_first").to(
+                tl.float32
+            )
+            w = tl.load(w_ptr + c, mask=j < group_size, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            value = x
+            through = dout * w
+            if HAS_Z:
+                z = tl.load(
+                    z_ptr + r * szr + c64 * szd, mask=ok, other=0.0, eviction_policy="evict_first"
+                ).to(tl.float32)  # fmt: skip
+                gate = sigmoid(z)
+                if NORM_FIRST:
+                    through = through * (z * gate)
+                else:
+                    value = x * (z * gate)
+        unit = value * inverse
+        dvalue = (through - unit * shared) * inverse
+        slope = gate * (1.0 + z * (1.0 - gate))  # of silu
         if HAS_Z:
             if NORM_FIRST:
-                dz = dout * unit * w * (s * (1.0 + z * (1.0 - s)))
-                tl.store(dz_ptr + r * sor + c64 * sod, dz.to(dz_ptr.dtype.element_ty), mask=ok)
-                dout = dout * (z * s)
-        total += dout * unit
-        dunit = dout * w
-        shared = tl.sum(dunit * unit, 1)[:, None] / group_size
-        dvalue = (dunit - unit * shared) * inverse
-        if HAS_Z:
-            if not NORM_FIRST:
-                dz = dvalue * x * (s * (1.0 + z * (1.0 - s)))
-                tl.store(dz_ptr + r * sor + c64 * sod, dz.to(dz_ptr.dtype.element_ty), mask=ok)
-                dvalue = dvalue * (z * s)
+                dz = dout * unit * w * slope
+                total += dout * (z * gate) * unit
+            else:
+                dz = dvalue * x * slope
+                dvalue = dvalue * (z * gate)
+                total += dout * unit
+            tl.store(dz_ptr + r * sor + c64 * sod, dz.to(dz_ptr.dtype.element_ty), mask=ok)
+        else:
+            total += dout * unit
         tl.store(dx_ptr + r * width + c64, dvalue.to(dx_ptr.dtype.element_ty), mask=ok)
     sums = tl.sum(total, 0)
     only = tl.arange(0, BD)
@@ -154,7 +177,7 @@ def gated_rms_norm(
     if rows:
         _forward_kernel[(cdiv(rows, size["BR"]) * groups,)](
             xs, zs, weight.contiguous(), y, rows, groups, group_size, *xs.stride(), *zs.stride(), eps,
-            HAS_Z=z is not None, NORM_FIRST=norm_before_gate, **size,
+            HAS_Z=z is not None, NORM_FIRST=norm_before_gate, AGAIN=size["BD"] > READ_AGAIN, **size,
         )  # fmt: skip
     return y
 
@@ -188,6 +211,6 @@ def gated_rms_norm_backward(
     _backward_kernel[(programs * groups,)](
         dys, xs, zs, weight.contiguous(), dx, dzs, part, rows, groups, group_size, programs,
         *dys.stride(), *xs.stride(), *zs.stride(), *dzs.stride(), eps,
-        HAS_Z=z is not None, NORM_FIRST=norm_before_gate, **size,
+        HAS_Z=z is not None, NORM_FIRST=norm_before_gate, AGAIN=size["BD"] > READ_AGAIN, **size,
     )  # fmt: skip
     return dx, dz, part.sum(0).to(weight.dtype)

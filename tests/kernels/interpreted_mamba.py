@@ -274,6 +274,12 @@ def test_norm_with_more_rows_than_programs(monkeypatch):
     check_norm((3, 7, 32), 16, False, True, torch.float32)
 
 
+def test_norm_of_a_row_that_is_read_again(monkeypatch):
+    monkeypatch.setattr(norm, "READ_AGAIN", 8)
+    for first in (False, True):
+        check_norm((2, 5, 48), 24, first, True, torch.float32)
+
+
 def test_norm_without_a_gradient_and_bad_groups():
     x, w = random(2, 3, 8), random(8)
     options = {"eps": 0.1, "group_size": 8, "norm_before_gate": False}

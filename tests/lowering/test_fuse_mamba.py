@@ -16,6 +16,7 @@ from latentscan.lowering.fuse_mamba import FuseMamba
 from latentscan.lowering.states import share_final_states
 from latentscan.passes.base import Context, Refusal
 from latentscan.passes.pipeline import parse, run
+from latentscan.runtime.backend import latentscan
 from latentscan.runtime.door import session_of
 from latentscan.runtime.phases import traced_phases
 from latentscan.runtime.wrap import wrap
@@ -116,7 +117,7 @@ def test_gradient_checkpointing_and_autocast():
 @pytest.mark.slow
 def test_the_plain_door_takes_it():
     model = build("mamba2")
-    compiled = torch.compile(model, backend="latentscan", options={"pipeline": "fuse-mamba"})
+    compiled = torch.compile(model, backend=latentscan, options={"pipeline": "fuse-mamba"})
     ids = tokens(2, 21)
     with torch.no_grad():
         assert distance(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < 5e-6
