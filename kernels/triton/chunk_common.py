@@ -86,6 +86,7 @@ def sequence_starts(seq_idx: Tensor | None, cu_seqlens: Tensor | None, b: int, L
         starts[:, 1:L] = seq_idx[:, 1:] != seq_idx[:, :-1]
     if cu_seqlens is not None:
         starts.index_fill_(1, cu_seqlens.to(torch.int64).clamp(0, L), 1)
+        starts[:, 0] = 0
     return starts[:, :L].contiguous()
 
 

@@ -37,12 +37,18 @@ class Forward:
 
 @dataclass(frozen=True)
 class Hopper:
-    """Choices of the forward in Gluon. ``pieces``: programs; one a processor, so that all are at work at once."""
+    """Choices of the forward in Gluon.
+
+    Attributes:
+        pieces: programs of the output pass; one a processor, so that all are at work at once.
+        state_parts: programs of the state pass that share a piece.
+    """
 
     pieces: int = 132
     out_stages: int = 3
     gated_stages: int = 2
     out_registers: int = 232
+    state_parts: int = 1
     state_stages: int = 3
     state_registers: int = 160
 
@@ -53,19 +59,19 @@ class Backward:
 
     chunk: int = 64
     block_p: int = 64
-    heads: int = 10
+    heads: int = 5
     warps: int = 4
-    stages: int = 1
+    stages: int = 2
     group_p: int = 64
     group_n: int = 128
-    group_heads: int = 20
+    group_heads: int = 40
     group_warps: int = 4
     group_stages: int = 3
     walk_p: int = 64
     walk_n: int = 128
     walk_warps: int = 4
     walk_stages: int = 3
-    workspace: int = 128 << 20
+    workspace: int = 116 << 20
     state_p: int = 64
     state_n: int = 128
     state_warps: int = 4
@@ -104,7 +110,7 @@ def forward_config(P: int, N: int, dtype: torch.dtype, heads: int, chunks_of_64:
     if device.capability < (9, 0):
         k = replace(k, out_stages=min(k.out_stages, 2), state_stages=2)
     programs = heads * max(1, P // k.out_p)
-    segments = max(1, round(4 * device.processors / programs))
+    segments = max(1, round(10 * device.processors / programs))
     chunks = chunks_of_64 * 64 // k.chunk
     return replace(k, segments=min(segments, max(1, chunks // 4)))
 
@@ -119,7 +125,10 @@ def hopper_config(units: int, shared_bytes: int, device: Device) -> Hopper:
     aligned = pieces // units * units
     if shared_bytes > device.cache // 2 and aligned >= 0.75 * pieces:
         pieces = aligned
-    return Hopper(pieces=pieces)
+    # Pieces that end a unit need no state; the rest are shared out so that the last round of programs is full.
+    working = pieces - units if pieces > units else pieces
+    parts = min(range(1, 5), key=lambda j: (-(-working * j // device.processors) / j, j))
+    return Hopper(pieces=pieces, state_parts=parts)
 
 
 def backward_config(P: int, N: int, dtype: torch.dtype, group_heads: int, device: Device) -> Backward:
@@ -127,11 +136,13 @@ def backward_config(P: int, N: int, dtype: torch.dtype, group_heads: int, device
     width = N * dtype.itemsize
     k = Backward(block_p=min(P, 64), walk_p=min(P, 64), walk_n=min(N, 128), group_p=min(P, 64), group_n=min(N, 128))
     k = replace(k, state_p=min(P, 64), state_n=min(N, 128))
+    if P > 64 or dtype.itemsize > 2:
+        k = replace(k, stages=1)
     if dtype.itemsize > 2:
         k = replace(k, block_p=min(P, 32), group_n=min(N, 64), group_stages=2, walk_n=min(N, 64), walk_stages=2)
         k = replace(k, state_n=min(N, 64), state_stages=2)
     if width > 256:
-        k = replace(k, chunk=32, block_p=min(P, 32), state_n=min(N, 64), state_stages=2, group_stages=2)
+        k = replace(k, chunk=32, block_p=min(P, 32), state_n=min(N, 64), state_stages=2, group_stages=2, stages=1)
     if width > 512:
         k = replace(k, chunk=16, block_p=16)
     if device.capability < (9, 0):

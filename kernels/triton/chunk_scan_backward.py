@@ -121,9 +121,10 @@ def chunk_kernel(
     """One chunk, one run of heads of a group: everything but what the states give to dB and dC.
 
     pairs [RUNS, count, b, G, Q, Q]: gradient of B·Cᵀ, summed over the run.
-    flow [count, b, H, 5 Q + P]: what steps_kernel makes the gradients of decay and step from. Of each token, summed
-    over channels: what it reads in the chunk; what it reads of the state before the chunk; how it is read in the
-    chunk; how it is read after it, both per unit of step; how D reads it. Then h g of every channel, summed over N.
+    flow [count, b, H, 6 Q + P]: what steps_kernel makes the gradients of decay and step from. Of each token, summed
+    over channels: what it reads of earlier ones in the chunk; what it reads of the state before the chunk; how it is
+    read by later ones in the chunk, by itself, after the chunk, all per unit of step; how D reads it. Then h g of
+    every channel, summed over N.
     dD [b, NC, H, P], if D is per channel.
     """
     pid = tl.program_id(0).to(tl.int64)
@@ -147,7 +148,7 @@ def chunk_kernel(
         yp = dy + b * dy_sb + h * dy_sh + row0 * dy_sl
         zp = z + b * z_sb + h * z_sh + row0 * z_sl
         v = vec + ((b * H + h) * NC + c) * (2 * Q)
-        f = flow + ((k * batch + b) * H + h) * (5 * Q + P)
+        f = flow + ((k * batch + b) * H + h) * (6 * Q + P)
         place = ((k * batch + b) * H + h) * (P * N)
         token = ((b * L + row0) * H + h) * P
         cum = tl.load(v + q)
@@ -160,7 +161,7 @@ def chunk_kernel(
             pn = p[:, None] * N + n[None, :]
             gt = tl.load(gs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
             ht = tl.load(hs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
-            tl.store(f + 5 * Q + p, tl.sum(ht.to(tl.float32) * gt.to(tl.float32), 1), mask=p < P)
+            tl.store(f + 6 * Q + p, tl.sum(ht.to(tl.float32) * gt.to(tl.float32), 1), mask=p < P)
             xt = load_tile(xp, q, x_sl, mask, p, p < P, EVEN_P)
             raw = load_tile(yp, q, dy_sl, mask, p, p < P, EVEN_P)
             dt = raw.to(dtype)
@@ -174,17 +175,19 @@ def chunk_kernel(
                     same += tl.sum(products, 1)
             inner = tl.dot(xt, tl.trans(dt), inner, input_precision=PREC)
         if HAS_D and not D_CHANNELS:
-            tl.store(f + 4 * Q + q, same)
+            tl.store(f + 5 * Q + q, same)
         # Few matrices may be alive at once: what is between the tokens comes first, and is done with.
         decay = tl.exp2(tl.where(causal, cum[None, :] - cum[:, None], float("-inf")))
         # Once a head again: kept, it would cost registers; loaded, it would have the wrong layout.
         score = tl.dot(Bt, tl.trans(Ct), input_precision=PREC)
         inner *= decay
         mixed = (decay * score).to(dtype)
-        reached = inner * step[:, None]
-        pair += reached
-        tl.store(f + q, tl.sum(reached * score, 0))
-        tl.store(f + 2 * Q + q, tl.sum(inner * score, 1))
+        pair += inner * step[:, None]
+        # Without the diagonal, which no decay is in: A may be so large that its rounding errors would be all of ddt.
+        tl.store(f + 3 * Q + q, tl.sum(tl.where(q[:, None] == q[None, :], inner * score, 0.0), 1))
+        inner = tl.where(q[:, None] < q[None, :], inner * score, 0.0)
+        tl.store(f + q, tl.sum(inner * step[:, None], 0))
+        tl.store(f + 2 * Q + q, tl.sum(inner, 1))
         to_end = tl.exp2(end - cum)
         seen = tl.zeros([Q], tl.float32)
         pulled = tl.zeros([Q], tl.float32)
@@ -220,7 +223,7 @@ def chunk_kernel(
                     out += xt.to(tl.float32) * d[None, :]
                 tl.store(dz + token + to, (raw.to(tl.float32) * out * slope).to(dz.dtype.element_ty), mask=to_mask)
         tl.store(f + Q + q, seen)
-        tl.store(f + 3 * Q + q, pulled)
+        tl.store(f + 4 * Q + q, pulled)
     to = pairs + (((run * count + k) * batch + b) * G + g) * (Q * Q) + (q[:, None] * Q + q[None, :])
     tl.store(to, pair)
 
@@ -251,8 +254,10 @@ def groups_kernel(
     mask = q < L - row
     dtype = hs.dtype.element_ty
     pair = tl.zeros([Q, Q], tl.float32)
-    for run in range(RUNS):
-        pair += tl.load(pairs + (((run * count + k) * batch + b) * G + g) * (Q * Q) + (q[:, None] * Q + q[None, :]))
+    if part == 0:
+        for run in range(RUNS):
+            at = (((run * count + k) * batch + b) * G + g) * (Q * Q)
+            pair += tl.load(pairs + at + (q[:, None] * Q + q[None, :]))
     share = H // G
     vp = vec + c * (2 * Q)
     h0 = g * share + part * HEADS
@@ -335,12 +340,13 @@ def steps_kernel(
     mask = (token < L)[:, None] & heads[None, :]
     at = b * s_b + token[:, None] * s_l + h[None, :] * s_h
     raw, free, step = time_step(dt, bias, at, h, mask, heads, dt_min, dt_max, SOFTPLUS, HAS_BIAS)
-    f = flow + ((k * batch + b) * H + h)[:, None] * (5 * Q + P)
+    f = flow + ((k * batch + b) * H + h)[:, None] * (6 * Q + P)
     reads = tl.load(f + q[None, :], mask=heads[:, None], other=0.0)
     reads += tl.load(f + Q + q[None, :], mask=heads[:, None], other=0.0)
     inside = tl.trans(tl.load(f + 2 * Q + q[None, :], mask=heads[:, None], other=0.0))
-    pulled = tl.trans(tl.load(f + 3 * Q + q[None, :], mask=heads[:, None], other=0.0))
-    across = tl.sum(tl.load(f + 5 * Q + p[None, :], mask=heads[:, None] & (p < P)[None, :], other=0.0), 1)
+    itself = tl.trans(tl.load(f + 3 * Q + q[None, :], mask=heads[:, None], other=0.0))
+    pulled = tl.trans(tl.load(f + 4 * Q + q[None, :], mask=heads[:, None], other=0.0))
+    across = tl.sum(tl.load(f + 6 * Q + p[None, :], mask=heads[:, None] & (p < P)[None, :], other=0.0), 1)
     end = tl.load(vec + ((b * H + h) * NC + c) * (2 * Q) + Q - 1, mask=heads, other=0.0)
     # A token's term is in every decay from a token before it to this one or a later one.
     pull = pulled * step
@@ -350,7 +356,7 @@ def steps_kernel(
         starting = tl.load(starts + b * L + token, mask=token < L, other=0)
         term = tl.where((starting != 0)[:, None], 0.0, term)
     rate = tl.load(A + h, mask=heads, other=0.0).to(tl.float32)
-    grad = term * rate[None, :] + inside + pulled
+    grad = term * rate[None, :] + inside + itself + pulled
     grad = tl.where(mask & (free >= dt_min) & (free <= dt_max), grad, 0.0)
     if SOFTPLUS:
         grad = tl.where(raw > 20.0, grad, grad * tl.sigmoid(raw))
@@ -359,7 +365,7 @@ def steps_kernel(
     tl.store(dA + to, tl.sum(tl.where(mask, term * step, 0.0), 0), mask=heads)
     tl.store(dbias + to, tl.sum(grad, 0), mask=heads)
     if HAS_D:
-        tl.store(dD + to, tl.sum(tl.load(f + 4 * Q + q[None, :], mask=heads[:, None], other=0.0), 1), mask=heads)
+        tl.store(dD + to, tl.sum(tl.load(f + 5 * Q + q[None, :], mask=heads[:, None], other=0.0), 1), mask=heads)
 
 
 def chunks_a_segment(s: Sizes, element: int, workspace: int) -> int:
@@ -399,7 +405,7 @@ def backward(
     heads = min(k.group_heads, share)
     n_parts = triton.cdiv(share, heads)
     parts = torch.empty(2, n_parts, s.b, count * s.Q, s.G, s.N, device=device, dtype=f32) if n_parts > 1 else None
-    flow = torch.empty(count, s.b, s.H, 5 * s.Q + s.P, device=device, dtype=f32)
+    flow = torch.empty(count, s.b, s.H, 6 * s.Q + s.P, device=device, dtype=f32)
     sums = torch.empty(3, s.b * s.NC, s.H, device=device, dtype=f32)
     dx = torch.empty(x.shape, device=device, dtype=x.dtype)
     dz = x if z is None else torch.empty(z.shape, device=device, dtype=z.dtype)

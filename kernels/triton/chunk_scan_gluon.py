@@ -266,17 +266,23 @@ def states_consumer(
 def states_gluon_kernel(
     x, B, vec, added, decays, L, NC, G, UG, share, H, T, K,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, J: gl.constexpr,
 ):  # fmt: skip
-    """added fp32 [K, 2, P, N], decays [K, 2]: what each piece's part of its last unit adds, unless it ends the unit."""
-    pid = gl.program_id(0)
-    f0 = piece(pid, K, T)
+    """added fp32 [K J, 2, P, N], decays [K J, 2]: what each piece's part of its last unit adds.
+
+    Pieces that end a unit are left out. J programs share a piece; one that is left without chunks writes nothing.
+    """
+    slot = gl.program_id(0)
+    pid = slot // J
+    j = slot % J
     f1 = piece(pid + 1, K, T)
     u = (f1 - 1) // NC
     b, g, h0 = unit_of(u, G, UG, share)
-    cs = max(f0 - u * NC, 0)
-    c1 = f1 - u * NC
-    n = gl.where(c1 == NC, 0, (c1 - cs) // 2)
+    cs = max(piece(pid, K, T) - u * NC, 0)
+    pairs = (f1 - u * NC - cs) // 2
+    begin = pairs * j // J
+    c1 = cs + (pairs * (j + 1) // J) * 2
+    n = gl.where(f1 - u * NC == NC, 0, pairs * (j + 1) // J - begin)
     last = b * L + (c1 - 2) * Q
     if n > 0:
         sX = gl.allocate_shared_memory(x.dtype, [ST * 2, 2 * Q, P], x.layout)
@@ -289,8 +295,8 @@ def states_gluon_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (states_consumer, (0, sX, sB, full, empty, vec, added, decays, n, c1, b, h0, pid, NC, H, Q, P, N, ST, SPLIT)),  # noqa: E501
-                (states_consumer, (1, sX, sB, full, empty, vec, added, decays, n, c1, b, h0, pid, NC, H, Q, P, N, ST, SPLIT)),  # noqa: E501
+                (states_consumer, (0, sX, sB, full, empty, vec, added, decays, n, c1, b, h0, slot, NC, H, Q, P, N, ST, SPLIT)),  # noqa: E501
+                (states_consumer, (1, sX, sB, full, empty, vec, added, decays, n, c1, b, h0, slot, NC, H, Q, P, N, ST, SPLIT)),  # noqa: E501
                 (states_producer, (x, B, sX, sB, full, empty, last, n, g * N, h0 * P, Q, P, N, ST)),
             ],
             [4, 1],
@@ -301,7 +307,7 @@ def states_gluon_kernel(
 @triton.jit
 def carry_pieces_kernel(
     added, decays, init, starts, NC, G, UG, share, H, T, K,
-    PN: tl.constexpr, BLOCK: tl.constexpr, HAS_INIT: tl.constexpr,
+    PN: tl.constexpr, BLOCK: tl.constexpr, HAS_INIT: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
     """starts fp32 [K, 2, P, N]: the state at the start of each piece that begins inside a unit."""
     pid = tl.program_id(0).to(tl.int64)
@@ -316,11 +322,18 @@ def carry_pieces_kernel(
     k = u * NC * K // T
     if ((k + 1) * (T // 2) // K) * 2 <= u * NC:
         k += 1
-    while (k * (T // 2) // K) * 2 < (u + 1) * NC:
-        if (k * (T // 2) // K) * 2 > u * NC:
+    start = (k * (T // 2) // K) * 2
+    while start < (u + 1) * NC:
+        following = ((k + 1) * (T // 2) // K) * 2
+        if start > u * NC:
             tl.store(starts + (k * 2 + w) * PN + o, state)
-        if ((k + 1) * (T // 2) // K) * 2 < (u + 1) * NC:
-            state = state * tl.exp2(tl.load(decays + k * 2 + w)) + tl.load(added + (k * 2 + w) * PN + o)
+        if following < (u + 1) * NC:
+            pairs = (following - tl.maximum(start, u * NC)) // 2
+            for j in tl.static_range(J):
+                if pairs * (j + 1) // J > pairs * j // J:
+                    at = (k * J + j) * 2 + w
+                    state = state * tl.exp2(tl.load(decays + at)) + tl.load(added + at * PN + o)
+        start = following
         k += 1
 
 
@@ -384,8 +397,10 @@ def forward(
     scores = segment_scores(B, C, s, x.dtype, chunks=NC)
     y = torch.empty(x.shape, device=device, dtype=x.dtype)
     final = torch.empty(s.b, s.H, s.P, s.N, device=device, dtype=f32)
-    states = torch.empty(2, K, 2, WIDTH, s.N, device=device, dtype=f32)
-    decays = torch.empty(K, 2, device=device, dtype=f32)
+    J = k.state_parts
+    added = torch.empty(K * J, 2, WIDTH, s.N, device=device, dtype=f32)
+    starts = torch.empty(K, 2, WIDTH, s.N, device=device, dtype=f32)
+    decays = torch.empty(K * J, 2, device=device, dtype=f32)
     init = final if init_state is None else init_state.to(f32).contiguous()
     sizes = (s.L, NC, s.G, UG, share, heads, T, K)
     cut = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
@@ -393,20 +408,20 @@ def forward(
     yw = y.view(s.b, s.L, heads, WIDTH)
     if units != K:
         launch(
-            states_gluon_kernel, K, descriptor(xw, 2 * CHUNK, WIDTH), descriptor(B, 2 * CHUNK, s.N), vec, states[0],
+            states_gluon_kernel, K * J, descriptor(xw, 2 * CHUNK, WIDTH), descriptor(B, 2 * CHUNK, s.N), vec, added,
             decays, *sizes, **cut,
-            ST=k.state_stages, RC=k.state_registers, RP=24, num_warps=4,
+            ST=k.state_stages, RC=k.state_registers, RP=24, J=J, num_warps=4,
         )  # fmt: skip
         block = 512
         launch(
-            carry_pieces_kernel, units * 2 * (WIDTH * s.N // block), states[0], decays, init, states[1], *sizes[1:],
-            PN=WIDTH * s.N, BLOCK=block, HAS_INIT=init_state is not None, num_warps=4,
+            carry_pieces_kernel, units * 2 * (WIDTH * s.N // block), added, decays, init, starts, *sizes[1:],
+            PN=WIDTH * s.N, BLOCK=block, HAS_INIT=init_state is not None, J=J, num_warps=4,
         )  # fmt: skip
     flat = scores.view(s.b, s.G * NC * CHUNK, 1, CHUNK)
     zw = xw if z is None else z.view(s.b, s.L, heads, WIDTH)
     launch(
         output_gluon_kernel, K, descriptor(xw, CHUNK, WIDTH), descriptor(B, CHUNK, s.N), descriptor(C, CHUNK, s.N),
-        descriptor(flat, CHUNK, CHUNK), descriptor(yw, CHUNK, WIDTH), descriptor(zw, CHUNK, WIDTH), vec, states[1],
+        descriptor(flat, CHUNK, CHUNK), descriptor(yw, CHUNK, WIDTH), descriptor(zw, CHUNK, WIDTH), vec, starts,
         init, final, x if D is None else D, *sizes, **cut, ST=k.out_stages if z is None else k.gated_stages,
         RC=k.out_registers, RP=24, HAS_INIT=init_state is not None, HAS_D=D is not None, HAS_Z=z is not None,
         num_warps=4,
