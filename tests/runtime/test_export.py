@@ -85,7 +85,7 @@ FIT = {
 }
 
 
-@pytest.mark.parametrize("kind", [k if k.startswith("MQA") else pytest.param(k, marks=pytest.mark.slow) for k in FIT])
+@pytest.mark.parametrize("kind", [k if k == "MQA, low rank" else pytest.param(k, marks=pytest.mark.slow) for k in FIT])
 def test_plain_transformers_and_latentscan_read_the_export(kind, tmp_path):
     pipeline, words, elements = FIT[kind]
     model = converted(pipeline, **words)
@@ -160,9 +160,10 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_a_remedy(family):
 
 
 def test_rotations_that_change_with_length_are_refused():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64} | factors
     model = wrap(sharp(num_hidden_layers=1, rope_parameters=rope), "mha-to-mla")
-    with pytest.raises(RefusedError, match=r"rope_type 'dynamic'.*one fixed table"):
+    with pytest.raises(RefusedError, match=r"rope_type 'longrope'.*one fixed table"):
         export(model)
     with pytest.raises(RefusedError, match="not converted"):
         export(sharp(num_hidden_layers=1))
@@ -291,13 +292,16 @@ def test_scores_and_values_are_those_of_the_parts_in_fp64(groups, per_group, d_n
         torch.testing.assert_close(v, torch.einsum("hvc,tc->htv", one.value_up, c), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("table", [[1.0, 0.1, 0.01], [0.7, 0.2, 0.2, 0.05], [1.0], [0.3]])
+DEFAULT = (1.0 / 500.0 ** (torch.arange(0, 6, 2, dtype=torch.float) / 6)).tolist()
+
+
+@pytest.mark.parametrize("table", [DEFAULT, [1.0], [1.0, 0.1, 0.09], [0.7, 0.2, 0.2, 0.05], [0.3]])
 def test_any_table_of_angles_is_in_the_configuration(table):
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
 
     words = rope_parameters([(f, 0) for f in table], 64)
-    assert (words["rope_type"] == "default") == (table in ([1.0, 0.1, 0.01], [1.0]))
+    assert (words["rope_type"] == "default") == (table in (DEFAULT, [1.0]))
     config = DeepseekV3Config(qk_rope_head_dim=2 * len(table), rope_parameters=words, max_position_embeddings=64)
     rotary = DeepseekV3RotaryEmbedding(config)
     for length in (5, 100):  # also beyond what the configuration calls the original length
@@ -320,6 +324,7 @@ def test_rotated_heads_are_read_from_the_graph_and_not_from_the_passs_name(model
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_exports_what_it_converts_and_what_it_converted(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox " * 200)
@@ -340,7 +345,7 @@ def test_the_command_exports_what_it_converts_and_what_it_converted(tmp_path, ca
 def test_the_command_refuses_in_one_line_and_writes_nothing(tmp_path, capsys):
     for arguments, words in (
         (["convert", "tiny:gpt2{n_layer=1}", "-p", "mha-to-mla,latent-cache", "--export", "deepseek-v3"], "gpt2"),
-        (["convert", "tiny:llama", "-p", "mha-to-mla", "--export", "deepsek"], "the forms are deepseek-v3"),
+        (["convert", "tiny:llama", "-p", "mha-to-mla", "--export", "deepsek"], "The forms are deepseek-v3"),
         (["export", str(tmp_path / "nowhere")], "there is no such directory"),
     ):
         place = [str(tmp_path / "new")]

@@ -210,6 +210,7 @@ def test_sabotage_a_run_that_forgets_something_differs(pair, lost):
     assert losses(second)[-1] != want[-1]
 
 
+@pytest.mark.slow
 def test_held_out_rows_do_not_change_what_comes_next(pair):
     one, other = healer(pair), healer(pair)
     got = [one.step()["loss"]]

@@ -93,6 +93,7 @@ def test_a_run_that_stops_goes_on_as_if_it_had_not(place, whole, tmp_path):
     assert sorted(p.name for p in (tmp_path / "m").iterdir()) == sorted(p.name for p in (place / "whole").iterdir())
 
 
+@pytest.mark.slow
 def test_sabotage_a_run_that_starts_its_optimiser_anew_is_found(place, whole, tmp_path, monkeypatch):
     def stop(told: dict[str, Any]) -> None:
         if told["step"] == 5:
@@ -253,6 +254,7 @@ def test_the_curve_falls_where_the_loss_falls(tmp_path):
     draw([0.5], [0.4], tmp_path / "one.png")
 
 
+@pytest.mark.slow
 def test_without_pillow_the_run_is_the_same_and_says_so(place, whole, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tool, "can_draw", lambda: False)
     arguments = ["heal", place / "small", "--data", place / "text.txt", "--out", tmp_path / "m", *WORDS]
