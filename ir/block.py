@@ -160,8 +160,10 @@ def from_weights(graph: Graph, node: fx.Node) -> bool:
     """Whether a value is a size, or made of parameters alone."""
     if not tensors_of(node.meta.get(VALUE)) or is_parameter(graph, node):
         return True
-    return node.op != "placeholder" and bool(inputs := node.all_input_nodes) and all(
-        from_weights(graph, n) for n in inputs
+    return (
+        node.op != "placeholder"
+        and bool(inputs := node.all_input_nodes)
+        and all(from_weights(graph, n) for n in inputs)
     )
 
 
@@ -215,7 +217,9 @@ def check_repeatable(graph: Graph, nodes: tuple[fx.Node, ...]) -> None:
     sides = {t.untyped_storage()._cdata for n in sides_of(nodes) for t in tensors_of(n.meta.get(VALUE))}
     for node in graph.graph.nodes:
         written = node.args[0] if is_impure(node) and node.args and isinstance(node.args[0], fx.Node) else None
-        if written is not None and any(t.untyped_storage()._cdata in sides for t in tensors_of(written.meta.get(VALUE))):
+        if written is not None and any(
+            t.untyped_storage()._cdata in sides for t in tensors_of(written.meta.get(VALUE))
+        ):
             raise BlockError(
                 "input-is-written",
                 f"{node.name} writes what the block reads, {written.name}: computing it again could read other numbers",

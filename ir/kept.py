@@ -109,14 +109,23 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
         rows = sympy.Mul(*(expression(s) for s in graph.shape(query)[:3]))
         width, wide = graph.shape(query)[-1], graph.shape(value)[-1]
         item = graph.value(value).element_size()
-        keep(query, given["k"])
-        if graph.value(node).device.type == "cpu" and width != wide:
-            # The fused CPU kernel wants one head dim: the narrower ones are padded, and its output is kept padded.
-            keys = sympy.Mul(*(expression(s) for s in graph.shape(value)[:3]))
-            found[node, "value"] = keys * expression(width) * item
-            found[node, "out"] = rows * expression(width) * item
+        on_cpu = graph.value(node).device.type == "cpu"
+        grouped = expression(graph.shape(query)[1]) != expression(graph.shape(value)[1])
+        keep(query)
+        batch, heads, _, _ = (expression(n) for n in graph.shape(query))
+        keys = batch * heads * expression(graph.shape(value)[2]) * item
+        if on_cpu and grouped:  # the fused CPU kernel keeps them repeated for every query head
+            found[node, "key"] = keys * expression(width)
+        else:
+            keep(given["k"])
+        if on_cpu and (grouped or width != wide):
+            # It wants one head dim, too: the narrower ones are padded, and its output is kept padded.
+            found[node, "value"] = keys * expression(width)
         else:
             keep(value)
+        if on_cpu and width != wide:
+            found[node, "out"] = rows * expression(width) * item
+        else:
             found[_result(graph, node)] = bytes_expression(graph.value(node))
         found[node, "logsumexp"] = rows * max(4, item)
         if given.get("padding") is not None or given.get("mask") is not None:  # the additive mask [B, 1, S, T]

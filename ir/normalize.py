@@ -24,6 +24,7 @@ PACKING_MASK = torch.ops.latentscan.packing_mask.default
 def normalize(graph: Graph) -> None:
     """Inline recompute regions, drop logging calls, make slice writes functional, give masks their structure."""
     inline_checkpoints(graph)
+    detach_without_grad(graph)
     name_overloads(graph)
     drop_logging(graph)
     functionalize_slice_writes(graph)
@@ -98,6 +99,42 @@ def _carry(graph: Graph, node: fx.Node, owner: torch.nn.Module, region: int) -> 
     new = graph.graph.get_attr(name)
     new.meta = {**node.meta, REGION: region}
     return new
+
+
+# -- parts without gradients ----------------------------------------------------------------------------------------
+
+
+def detach_without_grad(graph: Graph) -> None:
+    """Values that leave a part traced under ``torch.no_grad`` are detached; the switches themselves go.
+
+    A switch governs whatever happens to stand after it, which passes could not move; what is detached stays detached.
+    """
+    switches = graph.calls(torch._C._set_grad_enabled)
+    enabled, inside = True, set()
+    for node in graph.graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif not enabled or (node.target is operator.getitem and node.args[0] in inside and _is_tuple(graph, node)):
+            inside.add(node)
+    tainted: set[fx.Node] = set()  # what would take a gradient
+    for node in graph.nodes:
+        if node not in inside or not graph.training:
+            continue
+        if any(n in tainted or getattr(graph.value(n), "requires_grad", False) for n in node.all_input_nodes):
+            tainted.add(node)
+            value = graph.value(node)
+            readers = [u for u in node.users if u not in inside]
+            if readers and isinstance(value, torch.Tensor) and value.is_floating_point():
+                with graph.after(node, "normalize"):
+                    detached = graph.method("detach", node)
+                for reader in readers:
+                    reader.replace_input_with(node, detached)
+    for node in switches:
+        graph.graph.erase_node(node)
+
+
+def _is_tuple(graph: Graph, item: fx.Node) -> bool:
+    return isinstance(graph.value(item.args[0]), (tuple, list))
 
 
 def name_overloads(graph: Graph) -> None:

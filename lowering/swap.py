@@ -35,7 +35,9 @@ class HostCopy:
     """
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        self._device, self._again, self._event = device, None, None
+        self._device = device
+        self._again: torch.Tensor | None = None
+        self._event: Any = None
         whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
         if device.type == "cpu":
             self.host = whole.clone()

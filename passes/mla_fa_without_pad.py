@@ -51,10 +51,10 @@ class MlaFaWithoutPad(Pass):
     summary: ClassVar[str] = "drops zero padding of head dims before attention and the trimming after it"
     math: ClassVar[str] = (
         "q and k padded with zeros give the same scores, v padded with zeros gives an output whose last columns are "
-        "zeros and are trimmed: without both the result is the same as long as the scale stays, which was made from the "
-        "widths that the model's code saw. (A kernel may sum in another order.) Work per pair of query and key goes from "
-        "the padded d_qk + d_v to the plain one, 1.6x less for 256 + 256 -> 192 + 128. A target whose kernel wants one "
-        "head dim pads for itself; the CPU's does."
+        "zeros and are trimmed: without both the result is the same as long as the scale stays, which was made from "
+        "the widths that the model's code saw. (A kernel may sum in another order.) Work per pair of query and key "
+        "goes from the padded d_qk + d_v to the plain one, 1.6x less for 256 + 256 -> 192 + 128. A target whose "
+        "kernel wants one head dim pads for itself; the CPU's does."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
@@ -112,10 +112,10 @@ def padding_of(graph: Graph, attention: fx.Node) -> list[Padded | None]:
             "pad both alike, or neither",
         )
     if not any(found):
-        widths = [int(graph.shape(attention.args[i])[-1]) for i in range(3)]  # type: ignore[arg-type]
+        have = [int(graph.shape(attention.args[i])[-1]) for i in range(3)]  # type: ignore[arg-type]
         raise _Unfit(
             "nothing-padded",
-            f"query, key and value, of widths {widths}, are not padded with zeros in this graph",
+            f"query, key and value, of widths {have}, are not padded with zeros in this graph",
             "nothing to do: leave the pass out",
         )
     return found

@@ -147,11 +147,14 @@ def _linears_above(graph: Graph, node: fx.Node) -> list[Linear]:
 def _pieces(graph: Graph, linear: Linear) -> list[Piece]:
     """The parts [B, heads, S, width] into which a projection's result is split along the features of a head.
 
+    A part is an item of one split, or an index of features (a slice, or a list as mha-to-mla makes of the query).
+
     Raises LayoutError if there is no such split, or its parts do not cover all rows exactly once, or the projection's
     input has its tokens in one dimension from the start.
     """
     latent_source(graph, linear.x)
     splits: list[fx.Node] = []
+    items: list[fx.Node] = []
     stack, seen = [linear.node], set()
     while stack:
         current = stack.pop()
@@ -168,13 +171,13 @@ def _pieces(graph: Graph, linear: Linear) -> list[Piece]:
             ):
                 stack.append(user)
             elif user.op == "call_function" and user.target is operator.getitem and is_layout(user):
-                raise LayoutError(f"{user.name} slices the result instead of splitting it")
+                items.append(user)
             else:
                 raise LayoutError(f"its whole result is read by {user.name}")
-    if len(splits) != 1:
-        raise LayoutError(f"its result is split {len(splits)} times")
+    if len(splits) + bool(items) != 1:
+        raise LayoutError(f"its result is split {len(splits)} times and indexed {len(items)} times")
     pieces = []
-    for item in splits[0].users:
+    for item in items or splits[0].users:
         if item.target is not operator.getitem:
             raise LayoutError(f"the split is read by {item.name}")
         if len(graph.value(item).shape) != 4:

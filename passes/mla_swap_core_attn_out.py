@@ -32,11 +32,12 @@ class MlaSwapCoreAttnOut(Pass):
     before: ClassVar[tuple[str, ...]] = ("mla-zero-memory",)
     summary: ClassVar[str] = "training holds the attention's output on the host, and fetches it before its backward"
     math: ClassVar[str] = (
-        "Frees s b n_h d_v elements a layer, less the last layer's: what the attention itself and the output projection "
-        "saved of the attention's output is copied to pinned host memory on a stream of its own and freed on the device "
-        "once its readers are done. The backward of a layer starts the copy back for the layer before it. The numbers "
-        "are the same ones. Needs inductor=False in training: a graph that Inductor compiles takes everything back at "
-        "once. A layer that gradient checkpointing recomputes keeps nothing to swap and is refused."
+        "Frees s b n_h d_v elements a layer, less the last layer's: what the attention itself and the output "
+        "projection saved of the attention's output is copied to pinned host memory on a stream of its own and freed "
+        "on the device once its readers are done. The backward of a layer starts the copy back for the layer before "
+        "it. The numbers are the same ones. Needs inductor=False in training: a graph that Inductor compiles takes "
+        "everything back at once. A layer that gradient checkpointing recomputes keeps nothing to swap and is "
+        "refused."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:

@@ -41,15 +41,21 @@ class SparseAttention(Pass):
 
     name: ClassVar[str] = "sparse-attention"
     tier: ClassVar[Tier] = Tier.REASSOCIATING
-    after: ClassVar[tuple[str, ...]] = ("mha-to-mla", "mla-fa-without-pad", "mla-mm-split", "latent-cache", "mla-absorb")
+    after: ClassVar[tuple[str, ...]] = (
+        "mha-to-mla",
+        "mla-fa-without-pad",
+        "mla-mm-split",
+        "latent-cache",
+        "mla-absorb",
+    )
     needs: ClassVar[tuple[str, ...]] = ("mla-absorb",)
     before: ClassVar[tuple[str, ...]] = ("mla-swap-core-attn-out", "mla-zero-memory")
     summary: ClassVar[str] = "latent attention over the rows that an indexer's top-k chose, gathered instead of masked"
     math: ClassVar[str] = (
-        "The model masks all keys but the indexer's top k and attends densely. Attention over the k gathered latents is "
-        "the same sum without its zeros: 2 s k (2 d_c + d_r) multiply-adds a head instead of 2 s t (2 d_c + d_r). Needs "
-        "the absorbed form (mla-absorb{when=always}), in which all heads share the rows. The top-k itself and the "
-        "indexer stay as the model has them; gradients reach the latent and the queries, as in the model."
+        "The model masks all keys but the indexer's top k and attends densely. Attention over the k gathered latents "
+        "is the same sum without its zeros: 2 s k (2 d_c + d_r) multiply-adds a head instead of 2 s t (2 d_c + d_r). "
+        "Needs the absorbed form (mla-absorb{when=always}), in which all heads share the rows. The top-k itself and "
+        "the indexer stay as the model has them; gradients reach the latent and the queries, as in the model."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:

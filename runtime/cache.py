@@ -175,7 +175,7 @@ class GraphLayer(_AppendMixin, CacheLayerMixin):  # type: ignore[misc]
 
 
 class IndexedLayer(GraphLayer):
-    """The cache of an attention layer with an indexer (DeepSeek-V3.2), whose keys [batch, new, dim] it holds as well."""
+    """The cache of an attention layer with an indexer (DeepSeek-V3.2), whose keys [batch, new, dim] it holds too."""
 
     def __init__(self, arena: Arena, indexer: Arena) -> None:
         super().__init__(arena)

@@ -1,6 +1,7 @@
 """``sparse_latent_attention``: absorbed attention over the keys that an indexer chose, with an explicit backward op.
 
-    q_latent [B,H,S,C], q_rope [B,H,S,R], latent [B,T,C], k_rope [B,1,T,R], indices [B,S,K], allowed [B,S,K] -> [B,H,S,C]
+    q_latent [B,H,S,C], q_rope [B,H,S,R], latent [B,T,C], k_rope [B,1,T,R], indices [B,S,K], allowed [B,S,K]
+    -> [B,H,S,C]
 
 Semantics: :mod:`latentscan.kernels.reference.sparse`. Autocast casts queries, latents and rotary keys.
 """

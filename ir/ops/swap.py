@@ -1,4 +1,4 @@
-"""``swap_out``: from here on, training keeps this value in host memory; if it ``stays``, it only calls the one before back.
+"""``swap_out``: training keeps this value in host memory; one that ``stays`` only calls the one before it back.
 
 The value itself is unchanged. What autograd saved of its storage, before or after, is held by the host until the
 backward pass asks for it (:mod:`latentscan.lowering.swap`). Executed as it stands it is a copy; its backward,

@@ -339,3 +339,45 @@ def test_functions_are_tried_out_undisturbed(monkeypatch):
         with context:
             register_all()
     assert found == ["half"] * 3
+
+
+# -- parts without gradients ----------------------------------------------------------------------------------------
+
+
+class WithoutGrad(torch.nn.Module):
+    """The first factor is computed under no_grad, its inputs are parameters; so is an unused part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            a, b = self.frozen(x).chunk(2, -1)
+        return torch.cat([a, 2 * b], -1) * self.trained(x)
+
+
+def test_what_is_computed_without_gradients_takes_none():
+    from latentscan.runtime.backend import latentscan
+
+    torch.manual_seed(0)
+    model, x = WithoutGrad(), torch.randn(2, 4)
+    graph = capture(model, inputs={"x": x}, training=True)
+    assert len(graph.calls("detach")) == 2
+    assert not graph.calls(torch._C._set_grad_enabled)
+    want = torch.autograd.grad(model(x).sum(), list(model.trained.parameters()))
+    torch.compile(model, backend=latentscan)(x).sum().backward()
+    assert all(p.grad is None for p in model.frozen.parameters())
+    for p, g in zip(model.trained.parameters(), want, strict=True):
+        assert torch.allclose(p.grad, g)
+
+
+def test_the_comparison_notices_a_lost_no_grad(monkeypatch):
+    """Sabotage: without the step, gradients reach what was computed under no_grad."""
+    from latentscan.ir import normalize
+    from latentscan.runtime.backend import latentscan
+
+    monkeypatch.setattr(normalize, "detach_without_grad", lambda graph: None)
+    model = WithoutGrad()
+    torch.compile(model, backend=latentscan)(torch.randn(2, 4)).sum().backward()
+    assert model.frozen.weight.grad is not None

@@ -1,4 +1,4 @@
-"""What the tests of the MLA switches share: padded attention as the library writes it, and bytes that training keeps."""
+"""What the tests of the MLA switches share: padded attention as the library writes it, bytes that training keeps."""
 
 from __future__ import annotations
 

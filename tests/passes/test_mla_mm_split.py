@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from operator import getitem
 from typing import Any
 
@@ -18,7 +19,11 @@ from latentscan.ir.ops.rope import ROPE
 from latentscan.ir.verify import verify, verify_all
 from latentscan.passes.base import Context, Refusal, Site
 from latentscan.passes.mla_mm_split import MlaMmSplit, split_functions
+from latentscan.passes.pipeline import parse, run
+from latentscan.runtime.wrap import planning_graph, wrap
 from latentscan.tests.ir.building import Building, close, made_weights, random
+from latentscan.tests.models import build
+from latentscan.tests.runtime.helpers import ragged, worst_gradient
 
 H, DN, DR, DV, C, Q = 3, 4, 2, 5, 6, 8
 B, S = 2, 7
@@ -168,6 +173,9 @@ def _other(make: Building, how: str) -> fx.Node:
     if how == "sliced":
         a = make.call(getitem, heads, (Ellipsis, slice(0, DN)))
         return make.call(torch.cat, [a, make.call(getitem, heads, (Ellipsis, slice(DN, None)))], -1)
+    if how == "gathered":  # the query of a model that mha-to-mla converted: features without and with rotation
+        first, second = [1, 3, 5, 0], [7, 2, 4, 6]
+        return make.call(torch.cat, [make.call(getitem, heads, (Ellipsis, i)) for i in (first, second)], -1)
     parts = make.call(torch.split, heads, [DN, DN], -1)
     if how == "half of it is read":
         return make.call(getitem, parts, 1)
@@ -183,7 +191,6 @@ def _other(make: Building, how: str) -> fx.Node:
     [
         ("one consumer", "not-split", "its whole result is read by"),
         ("whole blocks", "not-split", "not [B, heads, S, width]"),
-        ("sliced", "not-split", "slices the result"),
         ("half of it is read", "not-split", "only one part"),
         ("read whole as well", "not-split", "whole result is read by sin"),
         ("a computed weight", "no-plain-weight", "packed is not a parameter"),
@@ -203,10 +210,63 @@ def test_other_projections_are_left_alone_by_name(how, rule, reason):
     assert found.remedy
 
 
-def test_parts_in_another_order_are_split_all_the_same():
+@pytest.mark.parametrize("how", ["swapped", "sliced", "gathered"])
+def test_parts_in_another_order_are_split_all_the_same(how):
     make = Building()
-    k = _other(make, "swapped")
+    k = _other(make, how)
     q, v = make.input("q", "b", H, "s", 2 * DN), make.input("v", "b", H, "s", DV)
     graph = make.output(make.call(ATTENTION, q, k, v, kind="causal", scale=1.0))
     inputs = {"x": random(B, S, C), "q": random(B, H, S, 2 * DN, seed=1), "v": random(B, H, S, DV, seed=2)}
     assert close(make.run(split(graph), **inputs), make.run(graph, **inputs)) < 1e-14
+
+
+# -- the layouts of the library's models ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "pipeline", "parts"),
+    [
+        ("deepseek_v3", {"q_lora_rank": None}, "", {"q_proj": [64, 32], "kv_b_proj": [64, 64]}),
+        ("llama", {}, "mha-to-mla{rank=16,rope_dim=8}", {"q_proj": [48, 16]}),
+        pytest.param(
+            "deepseek_v3",
+            {"attention_bias": True, "rope_interleave": False},
+            "",
+            {"q_b_proj": [64, 32], "kv_b_proj": [64, 64]},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "deepseek_v2",
+            {"q_lora_rank": None},
+            "",
+            {"q_proj": [64, 32], "kv_b_proj": [64, 64]},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("deepseek_v2", {}, "", {"q_b_proj": [64, 32], "kv_b_proj": [64, 64]}, marks=pytest.mark.slow),
+        pytest.param(
+            "minicpm3", {"q_lora_rank": None}, "", {"q_proj": [64, 32], "kv_b_proj": [64, 64]}, marks=pytest.mark.slow
+        ),
+        pytest.param("minicpm3", {}, "", {"q_b_proj": [64, 32], "kv_b_proj": [64, 64]}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_of_the_library_is_split_per_head(family, changes, pipeline, parts):
+    """Case Megatron-Bridge#5261: without q_lora_rank the query's one projection is split, by head as well."""
+    changes = {"num_hidden_layers": 1, **changes}
+    if "deepseek" in family:
+        changes["first_k_dense_replace"] = 1
+    graph = planning_graph(build(family, **changes))
+    passes = parse(",".join(p for p in (pipeline, "mla-mm-split") if p))
+    record = run(graph, passes, Context(own_parameters=True, meta=True), strict=False).records[-1]
+    found = {s.module.rsplit(".", 1)[-1]: s.note.split(" into ")[1] for s in record.sites}
+    assert found == {name: " + ".join(map(str, sizes)) for name, sizes in parts.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "minicpm3"])
+def test_a_query_without_a_latent_trains_as_eager(family):
+    dense = {"first_k_dense_replace": 1} if "deepseek" in family else {}
+    eager = build(family, num_hidden_layers=1, q_lora_rank=None, **dense).train()
+    model = wrap(copy.deepcopy(eager), "mla-mm-split")
+    for m in (model, eager):
+        m(**ragged(2, 9), use_cache=False).loss.backward()
+    assert worst_gradient(model, eager) < 5e-6

@@ -102,7 +102,9 @@ def test_evaluation_equals_eager_with_every_kind_of_cache(names):
             for make in (GraphCache.for_model, lambda m: StaticCache(config=m.config, max_cache_len=16)):
                 caches = [make(model), StaticCache(config=eager.config, max_cache_len=16)]
                 for part in (ids[:, :6], ids[:, 6:8], ids[:, 8:]):  # prefill, several tokens, one token
-                    got, want = (m(part, use_cache=True, **{key: c}) for m, c in zip((model, eager), caches, strict=True))
+                    got, want = (
+                        m(part, use_cache=True, **{key: c}) for m, c in zip((model, eager), caches, strict=True)
+                    )
                     assert distance(got.logits, want.logits) < 5e-6
         words = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": -1}
         assert torch.equal(model.generate(**rows, **words), eager.generate(**rows, **words))
