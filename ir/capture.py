@@ -20,6 +20,7 @@ from torch import fx
 from latentscan.ir.errors import CaptureError
 from latentscan.ir.frontends import register_all
 from latentscan.ir.frontends.base import MARK
+from latentscan.ir.frontends.huggingface import install_recording_hooks
 from latentscan.ir.graph import VALUE, Graph, normal_path
 from latentscan.ir.normalize import normalize
 from latentscan.ir.weights import Weight
@@ -153,6 +154,7 @@ def capture(
     target = function if function is not None else type(model).forward.__get__(model)
     given = inputs if inputs is not None else default_inputs(model, target)
     own = with_own_code(target)
+    install_recording_hooks(model, given)
     try:
         with trace_settings(), torch.set_grad_enabled(training):
             torch.compile(own, backend=backend, fullgraph=True, dynamic=True)(**given)

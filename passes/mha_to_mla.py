@@ -16,12 +16,14 @@ from latentscan.ir.layout import LayoutError, Linear, as_slice, linear_of
 from latentscan.ir.mla import (
     Operand,
     argument,
+    attention_like,
     attentions,
     computed_weight,
     latent_node,
     latent_source,
     operand,
     same_latent,
+    ungrouped,
 )
 from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.ir.weights import Recipe
@@ -98,7 +100,7 @@ class MhaToMla(Pass):
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
         found: list[Site | Refusal] = []
-        for node in attentions(graph):
+        for node in attention_like(graph):
             module = module_path(node)
             try:
                 if self.wants_statistics:
@@ -267,7 +269,7 @@ class MhaToMla(Pass):
             )
             q_rot = graph.call(ROPE, q_rot, q_cos, q_sin, **dict(found.query_rope.kwargs))
             q = graph.call(torch.cat, [q_plain, q_rot], dim=-1)
-        found.node.replace_input_with(found.query, q)
+        graph.replace(found.query, q)  # for whoever multiplies it with the key: attention weights that come out, too
         _replace_stored(graph, found, k, v)
 
     def _recipe(
@@ -341,6 +343,7 @@ class MhaToMla(Pass):
 
 def stored(graph: Graph, node: fx.Node) -> tuple[fx.Node, int] | None:
     """(append, index) if an operand is read from a cache of ours."""
+    node = ungrouped(graph, node)
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         full = node.args[0]
         if full.target is operator.getitem and getattr(full.args[0].target, "_opname", "") == "cache_append":  # type: ignore
@@ -353,7 +356,7 @@ def find(graph: Graph, node: fx.Node) -> Found:
     ends = []
     for operand_node in node.args[1:3]:
         at = stored(graph, operand_node)  # type: ignore[arg-type]
-        ends.append(_added(graph, operand_node) if at is None else at[0].args[1][at[1]])  # type: ignore[index, arg-type]
+        ends.append(_added(graph, ungrouped(graph, operand_node)) if at is None else at[0].args[1][at[1]])  # type: ignore[index, arg-type]
     query: Any = node.args[0]
     ropes = [n if n.target is ROPE else None for n in (query, ends[0])]  # type: ignore[union-attr]
     return Found(node, query, ends[0], ends[1], *ropes)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def _compile(
     refuse_pieces()
     graph = from_dynamo(module, example_inputs)
     inputs = list(graph.inputs)
-    program = run(graph, passes, Context())
+    program = run(graph, passes, Context(), one_phase=True)
     return Executable(program, inputs, chosen, RecipeWeights())
 
 
