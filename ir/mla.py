@@ -114,6 +114,26 @@ def ungrouped(graph: Graph, node: fx.Node) -> fx.Node:
     return source if new_axis_third and len(graph.shape(source)) == 4 else node
 
 
+def given_cache(graph: Graph, node: fx.Node) -> fx.Node | None:
+    """The input that keys or values [B, heads, T, D] are joined with: what a library's cache holds; None if none is.
+
+    Such a cache is filled by whoever calls the graph, so that nothing is known of its features.
+    """
+    stack, seen = [node], set()
+    while stack:
+        current = stack.pop()
+        if current in seen or linear_of(graph, current) is not None:
+            continue
+        seen.add(current)
+        if current.op == "placeholder":
+            value = graph.value(current)
+            cached = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 4
+            if cached and graph.weight(current) is None:
+                return current
+        stack.extend(current.all_input_nodes)
+    return None
+
+
 def argument(node: fx.Node, name: str) -> object:
     """An argument of a canonical op call by its name, with the schema's default; None where a plain one lacks it."""
     if not hasattr(node.target, "_schema"):

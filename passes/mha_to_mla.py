@@ -19,6 +19,7 @@ from latentscan.ir.mla import (
     attention_like,
     attentions,
     computed_weight,
+    given_cache,
     latent_node,
     latent_source,
     operand,
@@ -27,7 +28,7 @@ from latentscan.ir.mla import (
 )
 from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.ir.weights import Recipe
-from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
+from latentscan.passes.base import Context, Pass, Refusal, Site, Tier, foreign_cache
 from latentscan.passes.lowrank import balanced_joint_pca, rotary_pairs_by_energy
 
 ROPE = ROPE_INFO.op
@@ -108,6 +109,10 @@ class MhaToMla(Pass):
                 else:
                     found.append(self._plan_exact(graph, node, module))
             except LayoutError as error:
+                cache = given_cache(graph, node.args[1])  # type: ignore[arg-type]
+                if cache is not None:
+                    found.append(foreign_cache(module, cache.name))
+                    continue
                 found.append(Refusal(module, "layout-unknown", str(error), "report the model: its layout is new"))
         return found
 

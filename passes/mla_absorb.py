@@ -18,6 +18,7 @@ from latentscan.ir.mla import (
     attention_like,
     computed_weight,
     dropout_of,
+    given_cache,
     latent_node,
     latent_source,
     operand,
@@ -25,7 +26,7 @@ from latentscan.ir.mla import (
 )
 from latentscan.ir.normalize import ATTENTION, LATENT_ATTENTION
 from latentscan.ir.sizes import expression
-from latentscan.passes.base import Choice, Context, Pass, Refusal, Site, Tier
+from latentscan.passes.base import Choice, Context, Pass, Refusal, Site, Tier, foreign_cache
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ class MlaAbsorb(Pass):
         try:
             key, value = operand(graph, node.args[1]), operand(graph, node.args[2])  # type: ignore[arg-type]
         except LayoutError as error:
+            cache = given_cache(graph, node.args[1])  # type: ignore[arg-type]
+            if cache is not None:
+                return foreign_cache(module, cache.name)
             return Refusal(module, "layout-unknown", str(error), "report the model: its key or value layout is new")
         refusal = _refuse(graph, node, module, key, value)
         if refusal is not None:

@@ -24,8 +24,9 @@ def replaced_directory(target: Path, keep: Callable[[str], bool]) -> Iterator[Pa
     """Yields an empty directory beside ``target`` that takes its place at the end; on an error it is removed.
 
     Files of an existing ``target`` that ``keep`` accepts, by their path in it (``folder/file``), move along (as hard
-    links, so that a file that somebody appends to stays the same file). The exchange is one system call where the file system knows it; elsewhere two
-    renames, between which the old directory lies beside under the name ``.NAME.latentscan-aside-...-old``.
+    links, so that a file that somebody appends to stays the same file). The exchange is one system call where the file
+    system knows it; elsewhere two renames, between which the old directory lies beside under the name
+    ``.NAME.latentscan-aside-...-old``.
 
     Raises:
         CheckpointError: ``target`` is a file, or the file system refuses.
@@ -33,7 +34,7 @@ def replaced_directory(target: Path, keep: Callable[[str], bool]) -> Iterator[Pa
     target = target.resolve()
     if target.exists() and not target.is_dir():
         raise CheckpointError("is a file", where=str(target), remedy="give a directory")
-    aside = target.parent / f".{target.name}.{_TAG}-{socket.gethostname()}-{os.getpid()}"
+    aside = _beside(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target)
@@ -55,6 +56,11 @@ def replaced_directory(target: Path, keep: Callable[[str], bool]) -> Iterator[Pa
             ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after an exchange: the old one
+
+
+def _beside(target: Path) -> Path:
+    """Where this process writes what will be ``target``."""
+    return target.parent / f".{target.name}.{_TAG}-{socket.gethostname()}-{os.getpid()}"
 
 
 def _sweep(target: Path) -> None:
@@ -109,12 +115,10 @@ def check_writable(path: Path) -> None:
     Raises:
         CheckpointError: it cannot be made.
     """
-    place = next((p for p in path.absolute().parents if p.exists()), Path("/"))
     try:
+        place = next((p for p in path.absolute().parents if p.exists()), Path("/"))
         with tempfile.TemporaryFile(dir=place, prefix=f".{_TAG}-"):
-            pass
-        if len(os.fsencode(path.name)) > os.pathconf(place, "PC_NAME_MAX") - 2 * len(_TAG):
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+            (place / f"{_beside(path).name}-old").exists()  # raises if the name is too long
     except OSError as error:
         raise CheckpointError(
             f"cannot be written: {error.strerror or error}", where=str(path)[:200], remedy="choose another place"

@@ -99,7 +99,12 @@ def token_batches(model: torch.nn.Module, calibration: Any, *, length: int = 512
     device = next(model.parameters()).device
     if isinstance(calibration, torch.Tensor):
         tokens = calibration if calibration.dim() == 2 else calibration.reshape(1, -1)
-        if tokens.numel() == 0 or tokens.is_floating_point():
+        if tokens.numel() == 0:
+            raise PipelineError(
+                f"the calibration tensor of shape {list(calibration.shape)} holds no tokens",
+                remedy="give integer token ids of shape [N, L]",
+            )
+        if tokens.is_floating_point():
             raise PipelineError(
                 f"calibration is a {tokens.dtype} tensor of shape {list(calibration.shape)}",
                 remedy="give integer token ids of shape [N, L]",

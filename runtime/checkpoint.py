@@ -98,6 +98,7 @@ def check_target(directory: Any) -> Path:
         written.
     """
     target = Path(directory)
+    check_writable(target)
     if target.exists() and not target.is_dir():
         raise CheckpointError("is a file", where=str(target), remedy="give a directory")
     if target.is_dir() and not (target / MARKER).is_file():
@@ -107,7 +108,6 @@ def check_target(directory: Any) -> Path:
                 where=str(target),
                 remedy="give another directory",
             )
-    check_writable(target)
     return target
 
 

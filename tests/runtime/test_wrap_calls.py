@@ -78,6 +78,23 @@ def test_one_row_generates_as_eager(length):
     assert len(session_of(model).graphs) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ({}, "ValueError: You must specify exactly one of input_ids or inputs_embeds"),
+        ({"input_ids": tokens(2, 5)[0]}, "rope: x, cos and sin have 3, 3 and 3 dimensions"),
+        ({"input_ids": tokens(2, 5).float()}, "Expected tensor for argument #1 'indices'"),
+    ],
+)
+def test_a_wrong_call_is_told_as_the_model_tells_it(words, told):
+    model = wrap(build("llama", num_hidden_layers=1))
+    with pytest.raises(CaptureError) as caught:
+        model(**words)
+    text = str(caught.value)
+    assert told in text
+    assert not any(prose in text for prose in ("Hint", "torch.compile", "\n", "Explanation"))
+
+
 # -- caches that the user gives -------------------------------------------------------------------------------------
 
 
