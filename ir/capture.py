@@ -20,6 +20,7 @@ from torch import fx
 from latentscan.ir.errors import CaptureError
 from latentscan.ir.frontends import register_all
 from latentscan.ir.frontends.base import MARK
+from latentscan.ir.frontends.huggingface import install_recording_hooks
 from latentscan.ir.graph import VALUE, Graph, normal_path
 from latentscan.ir.normalize import normalize
 from latentscan.ir.weights import Weight
@@ -153,6 +154,7 @@ def capture(
     target = function if function is not None else type(model).forward.__get__(model)
     given = inputs if inputs is not None else default_inputs(model, target)
     own = with_own_code(target)
+    install_recording_hooks(model, given)
     try:
         with trace_settings(), torch.set_grad_enabled(training):
             torch.compile(own, backend=backend, fullgraph=True, dynamic=True)(**given)
@@ -162,7 +164,7 @@ def capture(
         raise
     except Exception as error:  # Dynamo raises many types; all mean the same to a user
         raise CaptureError(
-            f"could not be traced as one graph: {type(error).__name__}: {_first_lines(error)}",
+            f"could not be traced as one graph: {reason_of(error)}",
             where=type(model).__name__,
             remedy="run the model eagerly on the same inputs first; if that works, report the model class",
         ) from error
@@ -182,5 +184,19 @@ def default_inputs(model: torch.nn.Module, target: Callable[..., Any]) -> dict[s
     return given
 
 
-def _first_lines(error: Exception, lines: int = 6) -> str:
-    return " / ".join(line.strip() for line in str(error).splitlines() if line.strip())[: 160 * lines]
+_OF_THE_MODEL = re.compile(r"(?:raised exception|got) (\w+)\((['\"])(.*?)\2\)\s*$", re.MULTILINE | re.DOTALL)
+_PROSE = ("Hint:", "Developer debug context", "For more details", "Set TORCHDYNAMO", "from user code")
+
+
+def reason_of(error: BaseException, characters: int = 600) -> str:
+    """Why a trace failed, on one line: the model's own error, where one is at the bottom of it, else what Dynamo says
+    without its advice."""
+    below: BaseException | None = error
+    while below is not None:
+        for line in str(below).splitlines():
+            if found := _OF_THE_MODEL.search(line):
+                return f"{found[1]}: {found[3]}"[:characters]
+        below = below.__cause__
+    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line and not line.startswith(_PROSE)]
+    return f"{type(error).__name__}: {' / '.join(lines)}"[:characters]

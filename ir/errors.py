@@ -17,8 +17,11 @@ class LatentscanError(Exception):
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         self.what, self.where, self.remedy = what, where, remedy
-        text = f"{where}: {what}" if where else what
-        super().__init__(f"{text}. {remedy[0].upper()}{remedy[1:]}" if remedy else text)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:  # not the arguments: Dynamo writes advice of its own into those of what passes through it
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}. {self.remedy[0].upper()}{self.remedy[1:]}" if self.remedy else text
 
     def __reduce__(self):  # keyword arguments survive a trip between processes
         return _rebuild, (type(self), self.what, self.where, self.remedy)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,8 +122,51 @@ def attention_like(graph: Graph) -> list[fx.Node]:
     return [n for n in graph.calls(ATTENTION, *plain) if len(n.args) >= 3]
 
 
+def dropout_of(node: fx.Node) -> float:
+    """The dropout of an attention of :func:`attention_like`; canonical ones have none."""
+    if node.target == ATTENTION:
+        return 0.0
+    return float(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))  # type: ignore[arg-type]
+
+
+def ungrouped(graph: Graph, node: fx.Node) -> fx.Node:
+    """Keys or values [B, kv_heads, T, D] before the library repeats each head for its group; else the node itself."""
+    spread = node.args[0] if node.op == "call_method" and node.target == "reshape" else None
+    if not isinstance(spread, fx.Node) or spread.target != "expand" or len(graph.shape(spread)) != 5:
+        return node
+    single: Any = spread.args[0]
+    if single.target is not operator.getitem or not isinstance(single.args[1], tuple):
+        return node
+    full = slice(None, None, None)
+    new_axis_third = single.args[1][:3] == (full, full, None) and all(i == full for i in single.args[1][3:])
+    source = single.args[0]
+    return source if new_axis_third and len(graph.shape(source)) == 4 else node
+
+
+def given_cache(graph: Graph, node: fx.Node) -> fx.Node | None:
+    """The input that keys or values [B, heads, T, D] are joined with: what a library's cache holds; None if none is.
+
+    Such a cache is filled by whoever calls the graph, so that nothing is known of its features.
+    """
+    stack, seen = [node], set()
+    while stack:
+        current = stack.pop()
+        if current in seen or linear_of(graph, current) is not None:
+            continue
+        seen.add(current)
+        if current.op == "placeholder":
+            value = graph.value(current)
+            cached = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 4
+            if cached and graph.weight(current) is None:
+                return current
+        stack.extend(current.all_input_nodes)
+    return None
+
+
 def argument(node: fx.Node, name: str) -> object:
-    """An argument of a canonical op call by its name, with the schema's default."""
+    """An argument of a canonical op call by its name, with the schema's default; None where a plain one lacks it."""
+    if not hasattr(node.target, "_schema"):
+        return node.kwargs.get(name)
     for position, spec in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if spec.name == name:
             if name in node.kwargs:

@@ -59,6 +59,23 @@ class Refusal:
     remedy: str
 
 
+def foreign_cache(module: str, given: str = "") -> Refusal:
+    """Why a pass leaves an attention alone whose keys and values a cache of the library holds.
+
+    Args:
+        given: name of the graph's input that holds them; empty where the graph fills a new cache.
+    """
+    reason = "the model fills a cache of the library's own, which takes keys and values as they are"
+    if given:
+        reason = f"keys and values are joined with {given}, which a cache of the library's own holds as they were"
+    return Refusal(
+        module,
+        "foreign-cache",
+        reason,
+        "use latentscan.wrap(model, ...), or give the model a latentscan.GraphCache",
+    )
+
+
 @dataclass(frozen=True)
 class Choice:
     """A pass that pays only for some shapes: apply it where ``condition`` holds.

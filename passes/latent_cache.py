@@ -17,7 +17,7 @@ from latentscan.ir.layout import linear_of
 from latentscan.ir.mla import attention_like
 from latentscan.ir.ops.mask import token_positions
 from latentscan.ir.tokenwise import NotTokenwise, Place, input_places, rerun, width
-from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
+from latentscan.passes.base import Context, Pass, Refusal, Site, Tier, foreign_cache
 
 TOKEN_POSITIONS = token_positions.op
 
@@ -43,7 +43,7 @@ class LatentCache(Pass):
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
         ours = [self._plan_one(graph, node) for node in appends(graph)]
-        return ours or [_foreign(node) for node in attention_like(graph) if _leaves(graph, node)]
+        return ours or [foreign_cache(module_path(node)) for node in attention_like(graph) if _leaves(graph, node)]
 
     def _plan_one(self, graph: Graph, node: fx.Node) -> Site | Refusal:
         module = module_path(node)
@@ -99,15 +99,6 @@ def _leaves(graph: Graph, attention: fx.Node) -> bool:
     """Whether keys or values of an attention leave the graph: somebody else's cache takes them as they are."""
     output = next(n for n in graph.graph.nodes if n.op == "output")
     return not graph.training and any(kept in output.all_input_nodes for kept in attention.args[1:3])
-
-
-def _foreign(attention: fx.Node) -> Refusal:
-    return Refusal(
-        module_path(attention),
-        "foreign-cache",
-        "the model fills a cache of the library's own, which takes keys and values as they are",
-        "use latentscan.wrap(model, ...), or give the model a latentscan.GraphCache",
-    )
 
 
 def appends(graph: Graph) -> list[fx.Node]:

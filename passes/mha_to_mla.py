@@ -13,12 +13,14 @@ from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import LayoutError, Linear, linear_of
 from latentscan.ir.mla import (
-    attentions,
+    attention_like,
+    given_cache,
     operand,
     same_latent,
+    ungrouped,
 )
 from latentscan.ir.ops.rope import ROPE as ROPE_INFO
-from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
+from latentscan.passes.base import Context, Pass, Refusal, Site, Tier, foreign_cache
 
 ROPE = ROPE_INFO.op
 LOW_RANK = ("two-sided", "pca", "transmla")  # the best measured one first: it is what auto takes
@@ -129,11 +131,15 @@ class MhaToMla(Pass):
         from latentscan.passes.mha_to_mla_exact import plan_exact
 
         found: list[Site | Refusal] = []
-        for node in attentions(graph):
+        for node in attention_like(graph):
             module = module_path(node)
             try:
                 found.append(plan_exact(graph, node, module, context, self.full_rope, self.max_condition))
             except LayoutError as error:
+                cache = given_cache(graph, node.args[1])  # type: ignore[arg-type]
+                if cache is not None:
+                    found.append(foreign_cache(module, cache.name))
+                    continue
                 found.append(Refusal(module, "layout-unknown", str(error), "report the model: its layout is new"))
         return found
 
@@ -153,6 +159,7 @@ class MhaToMla(Pass):
 
 def stored(graph: Graph, node: fx.Node) -> tuple[fx.Node, int] | None:
     """(append, index) if an operand is read from a cache of ours."""
+    node = ungrouped(graph, node)
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         full = node.args[0]
         if full.target is operator.getitem and getattr(full.args[0].target, "_opname", "") == "cache_append":  # type: ignore
@@ -165,7 +172,7 @@ def find(graph: Graph, node: fx.Node) -> Found:
     ends = []
     for operand_node in node.args[1:3]:
         at = stored(graph, operand_node)  # type: ignore[arg-type]
-        ends.append(_added(graph, operand_node) if at is None else at[0].args[1][at[1]])  # type: ignore[index, arg-type]
+        ends.append(_added(graph, ungrouped(graph, operand_node)) if at is None else at[0].args[1][at[1]])  # type: ignore[index, arg-type]
     query: Any = node.args[0]
     ropes = [n if n.target is ROPE else None for n in (query, ends[0])]  # type: ignore[union-attr]
     return Found(node, query, ends[0], ends[1], *ropes)  # type: ignore[arg-type]

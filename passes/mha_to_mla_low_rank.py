@@ -14,7 +14,7 @@ from torch import fx
 from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import VALUE, Graph, module_path
 from latentscan.ir.layout import LayoutError, as_slice
-from latentscan.ir.mla import argument, attentions, latent_node
+from latentscan.ir.mla import argument, attention_like, latent_node
 from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.ir.weights import Recipe
 from latentscan.passes import lowrank
@@ -33,7 +33,7 @@ def plan_low_rank(options: MhaToMla, graph: Graph, context: Context) -> list[Sit
     """A site or a refusal for every attention; with ``allocation=energy`` the ranks are set for all of them at once."""
     found: list[Site | Refusal] = []
     open_ranks: list[tuple[int, torch.Tensor, int]] = []  # position, energies, largest rank
-    for node in attentions(graph):
+    for node in attention_like(graph):
         module = module_path(node)
         try:
             place = place_of(graph, node, module, context)

@@ -15,18 +15,20 @@ from latentscan.ir.layout import LayoutError, as_slice, check_rows, rows_of
 from latentscan.ir.mla import (
     Operand,
     argument,
-    attentions,
+    attention_like,
     columns_node,
     computed_weight,
+    dropout_of,
+    given_cache,
     latent_node,
     latent_source,
     only_columns,
     operand,
     same_latent,
 )
-from latentscan.ir.normalize import LATENT_ATTENTION
+from latentscan.ir.normalize import ATTENTION, LATENT_ATTENTION
 from latentscan.ir.sizes import expression
-from latentscan.passes.base import Choice, Context, Pass, Refusal, Site, Tier
+from latentscan.passes.base import Choice, Context, Pass, Refusal, Site, Tier, foreign_cache
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,25 @@ class MlaAbsorb(Pass):
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
-        return [self._plan_one(graph, node) for node in attentions(graph)]
+        return [self._plan_one(graph, node) for node in attention_like(graph)]
 
     def _plan_one(self, graph: Graph, node: fx.Node) -> Site | Refusal:
         module = module_path(node)
+        if dropout_of(node) > 0:
+            return Refusal(
+                module,
+                "attention-dropout",
+                f"it drops weights with p = {dropout_of(node)} in training; attention over the latent has no dropout",
+                "set the attention dropout to 0 in the configuration to train in this form; evaluation takes it anyway",
+            )
+        if node.target != ATTENTION:
+            return Refusal(module, "plain-attention", "this attention has no canonical form", "report the model")
         try:
             key, value = operand(graph, node.args[1]), operand(graph, node.args[2])  # type: ignore[arg-type]
         except LayoutError as error:
+            cache = given_cache(graph, node.args[1])  # type: ignore[arg-type]
+            if cache is not None:
+                return foreign_cache(module, cache.name)
             return Refusal(module, "layout-unknown", str(error), "report the model: its key or value layout is new")
         refusal = _refuse(graph, node, module, key, value)
         if refusal is not None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import networkx as nx
 import sympy
+import torch.nn.functional as F
+from torch import fx
 
 from latentscan.ir.errors import LatentscanError, PipelineError, RefusedError, VerifyError
-from latentscan.ir.graph import Graph
+from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.verify import verify
 from latentscan.passes.base import Choice, Context, Pass, Refusal, Site
 
@@ -181,6 +183,7 @@ def run(
     context: Context,
     *,
     strict: bool = True,
+    one_phase: bool = False,
     hooks: Hooks = Hooks(),
     start: int = 0,
     records: list[PassRecord] | None = None,
@@ -190,6 +193,7 @@ def run(
     Args:
         strict: a pass that finds no site raises (unless it declares otherwise). Off for graphs in which a phase
             simply has nothing to do, such as training with a pass on caches.
+        one_phase: the graph may be of a phase without a cache; a strict run then lets a pass on caches find nothing.
 
     Raises:
         RefusedError: a pass found no site; the message carries its refusals.
@@ -208,9 +212,9 @@ def run(
             (record.sites if isinstance(found, Site) else record.refusals).append(found)  # type: ignore[arg-type]
         record.nodes_after = record.nodes_before
         record.seconds = time.perf_counter() - began
-        check_facts(current, record, context, is_cached(graph))
+        check_facts(current, record, context, graph)
         if not record.sites:
-            idle = current.phases == "cached" and not is_cached(graph) and not record.refusals
+            idle = one_phase and current.phases == "cached" and not is_cached(graph) and not record.refusals
             if strict and not current.may_be_empty and not idle:
                 raise RefusedError(no_site_text(current, record), where=current.name, remedy=first_remedy(record))
             if hooks.after:
@@ -219,7 +223,7 @@ def run(
         record.choice = current.choice(graph, record.sites)
         condition = record.choice.condition if record.choice else sympy.true
         if condition not in (sympy.true, sympy.false):
-            return _branch(graph, passes, context, strict, hooks, index, records)
+            return _branch(graph, passes, context, (strict, one_phase), hooks, index, records)
         if condition == sympy.true:
             apply_pass(graph, current, record, context)
         if hooks.after:
@@ -231,7 +235,7 @@ def _branch(
     graph: Graph,
     passes: Sequence[Pass],
     context: Context,
-    strict: bool,
+    how: tuple[bool, bool],
     hooks: Hooks,
     index: int,
     records: list[PassRecord],
@@ -249,9 +253,11 @@ def _branch(
                     apply_pass(copy, current, own, context)
                 if hooks.after:
                     hooks.after(index, current, copy, own)
+                strict, one_phase = how
                 made[applied] = run(
-                    copy, passes, context, strict=strict, hooks=hooks, start=index + 1, records=[*records[:-1], own]
-                )
+                    copy, passes, context, strict=strict, one_phase=one_phase, hooks=hooks, start=index + 1,
+                    records=[*records[:-1], own],
+                )  # fmt: skip
             return made[applied]
 
         return make
@@ -288,19 +294,26 @@ def apply_pass(graph: Graph, current: Pass, record: PassRecord, context: Context
     graph.events.append(f"{current.text()}: {len(record.sites)} sites")
 
 
-def check_facts(current: Pass, record: PassRecord, context: Context, cached: bool) -> None:
+def check_facts(current: Pass, record: PassRecord, context: Context, graph: Graph) -> None:
     """Every graph of one model comes to the same facts at the same module, and rewrites what has lost its weights."""
     at = {site.module for site in record.sites}
     required = set(context.required)
-    if current.phases == "cached" and cached:  # every graph must store the same form
+    if current.phases == "cached" and is_cached(graph):  # every graph must store the same form
         required |= set(context.facts)
     for name, module in sorted(required):
         if name == current.name and module not in at:
             why = next((r.reason for r in record.refusals if r.module in (module, "")), "it is not in this graph")
+            remedy = "other graphs of this model were rewritten here; call it as it was wrapped, or unwrap it"
+            dropped = written_out_dropout(graph, module)
+            if dropped is not None and not {module, ""} & {r.module for r in record.refusals}:
+                why = (
+                    f"its attention is written out with a dropout of {dropped}, in which no pass finds keys and values"
+                )
+                remedy = (
+                    "set the attention dropout to 0 in the configuration, or load it with attn_implementation='sdpa'"
+                )
             raise VerifyError(
-                f"this graph cannot be rewritten as planned: {why}",
-                where=f"{current.name} at {module}",
-                remedy="other graphs of this model were rewritten here; call it as it was wrapped, or unwrap it",
+                f"this graph cannot be rewritten as planned: {why}", where=f"{current.name} at {module}", remedy=remedy
             )
     for site in record.sites:
         planned = context.facts.get((current.name, site.module))
@@ -320,7 +333,22 @@ def is_cached(graph: Graph) -> bool:
     return any(getattr(n.target, "_opname", "") == "cache_append" for n in graph.graph.nodes)
 
 
+def written_out_dropout(graph: Graph, module: str) -> float | None:
+    """The probability with which a module's attention, in plain operations, drops weights; None if there is none."""
+    for node in graph.calls(F.dropout):
+        source: Any = node.args[0]
+        for _ in range(2):  # a cast may lie between
+            if getattr(source.target, "__name__", source.target) == "softmax":
+                p = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+                if f"{module_path(node)}.".startswith(f"{module}."):
+                    return float(p)  # type: ignore[arg-type]
+            source = source.args[0] if source.args and isinstance(source.args[0], fx.Node) else source
+    return None
+
+
 def no_site_text(current: Pass, record: PassRecord) -> str:
+    if not record.refusals and current.phases == "cached":
+        return "the pass found no cache that keys and values are appended to: no attention here keeps any"
     if not record.refusals:
         return "the pass found nothing to match in this graph"
     groups: dict[tuple[str, str], list[str]] = {}

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,9 +23,10 @@ _TAG = "latentscan-aside"
 def replaced_directory(target: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
     """Yields an empty directory beside ``target`` that takes its place at the end; on an error it is removed.
 
-    Files of an existing ``target`` whose names ``keep`` accepts move along (as hard links, so that a file that somebody
-    appends to stays the same file). The exchange is one system call where the file system knows it; elsewhere two
-    renames, between which the old directory lies beside under the name ``.NAME.latentscan-aside-...-old``.
+    Files of an existing ``target`` that ``keep`` accepts, by their path in it (``folder/file``), move along (as hard
+    links, so that a file that somebody appends to stays the same file). The exchange is one system call where the file
+    system knows it; elsewhere two renames, between which the old directory lies beside under the name
+    ``.NAME.latentscan-aside-...-old``.
 
     Raises:
         CheckpointError: ``target`` is a file, or the file system refuses.
@@ -32,7 +34,7 @@ def replaced_directory(target: Path, keep: Callable[[str], bool]) -> Iterator[Pa
     target = target.resolve()
     if target.exists() and not target.is_dir():
         raise CheckpointError("is a file", where=str(target), remedy="give a directory")
-    aside = target.parent / f".{target.name}.{_TAG}-{socket.gethostname()}-{os.getpid()}"
+    aside = _beside(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _sweep(target)
@@ -54,6 +56,11 @@ def replaced_directory(target: Path, keep: Callable[[str], bool]) -> Iterator[Pa
             ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after an exchange: the old one
+
+
+def _beside(target: Path) -> Path:
+    """Where this process writes what will be ``target``."""
+    return target.parent / f".{target.name}.{_TAG}-{socket.gethostname()}-{os.getpid()}"
 
 
 def _sweep(target: Path) -> None:
@@ -79,14 +86,43 @@ def _alive(process: int) -> bool:
 
 def _take_along(target: Path, aside: Path, keep: Callable[[str], bool]) -> None:
     """Link what ``target`` holds beside our files; what was written anew wins."""
-    for path in target.iterdir():
-        new = aside / path.name
-        if new.exists() or not keep(path.name):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, new, symlinks=True, copy_function=_link)
-        else:
-            _link(str(path), str(new))
+    for folder, names, files in os.walk(target):
+        inside = Path(folder).relative_to(target)
+        linked = [n for n in names if (target / inside / n).is_symlink()]  # a link to a folder is a file of its own
+        for name in files + linked:
+            new = aside / inside / name
+            if not keep((inside / name).as_posix()) or new.exists() or new.is_symlink() or _in_a_file(new, aside):
+                continue
+            new.parent.mkdir(parents=True, exist_ok=True)
+            _link(str(target / inside / name), str(new))
+        if not names and not files and not (aside / inside).exists() and keep(inside.as_posix()):
+            (aside / inside).mkdir(parents=True)
+
+
+def _in_a_file(path: Path, root: Path) -> bool:
+    """Whether something between ``root`` and ``path`` is a file, so that ``path`` cannot be."""
+    return any(p.exists() and not p.is_dir() for p in path.parents if p.is_relative_to(root))
+
+
+def files_in(folder: Path) -> list[str]:
+    """The paths of all files in a folder, in order, as ``folder/file``."""
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir() or p.is_symlink())
+
+
+def check_writable(path: Path) -> None:
+    """Try to make a file where ``path`` is to be, or in the nearest folder above it that exists.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    try:
+        place = next((p for p in path.absolute().parents if p.exists()), Path("/"))
+        with tempfile.TemporaryFile(dir=place, prefix=f".{_TAG}-"):
+            (place / f"{_beside(path).name}-old").exists()  # raises if the name is too long
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be written: {error.strerror or error}", where=str(path)[:200], remedy="choose another place"
+        ) from error
 
 
 def _link(source: str, target: str) -> None:

@@ -72,7 +72,13 @@ def _compile(
     refuse_pieces()
     graph = from_dynamo(module, example_inputs)
     inputs = list(graph.inputs)
-    program = run(graph, passes, Context())
+    if passes and not graph.weights:
+        warnings.warn(
+            "latentscan: Dynamo broke the graph and hands it over in pieces; a piece without weights is left as it is. "
+            "latentscan.wrap(model, ...) traces a model in one piece",
+            stacklevel=2,
+        )
+    program = run(graph, passes, Context(), strict=bool(graph.weights), one_phase=True)
     return Executable(program, inputs, chosen, RecipeWeights())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from latentscan.ir.graph import Graph
 from latentscan.ir.weights import Added, Recipe
+from latentscan.runtime.own import get
 
 
 def version_key(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -125,12 +126,12 @@ class OwnedWeights:
         """Nothing is folded here."""
 
     def bind(self, graph: Graph) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
-        places = [tuple(a.path.rsplit(".", 1)) for a in graph.added]
+        paths = [a.path for a in graph.added]
 
         def values(args: Sequence[Any]) -> list[torch.Tensor]:
             model = self._model()
             assert model is not None  # it is being called
-            return [getattr(model.get_submodule(module), name) for module, name in places]
+            return [get(model, path) for path in paths]
 
         return values
 

@@ -284,7 +284,12 @@ def _rows(model: torch.nn.Module, data: Any, length: int) -> torch.Tensor:
         )
     if isinstance(data, torch.Tensor):
         tokens = data if data.dim() == 2 else data.reshape(1, -1)
-        if tokens.numel() == 0 or tokens.is_floating_point():
+        if tokens.numel() == 0:
+            raise PipelineError(
+                f"the calibration tensor of shape {list(data.shape)} holds no tokens",
+                remedy="give integer token ids of shape [N, L]",
+            )
+        if tokens.is_floating_point():
             raise PipelineError(
                 f"calibration is a {tokens.dtype} tensor of shape {list(data.shape)}",
                 remedy="give integer token ids of shape [N, L]",

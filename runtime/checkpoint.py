@@ -24,7 +24,7 @@ from latentscan.ir.frontends import register_all
 from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, parse, run, to_text
-from latentscan.runtime.atomic import replaced_directory
+from latentscan.runtime.atomic import check_writable, files_in, replaced_directory
 from latentscan.runtime.door import install
 from latentscan.runtime.mesh import PARALLEL, one_writes
 from latentscan.runtime.options import Options
@@ -52,8 +52,8 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def save(session: Session, directory: Any, *args: Any, **kwargs: Any) -> None:
     """``model.save_pretrained(directory, ...)`` of a wrapped model, with Hugging Face's arguments.
 
-    The directory appears complete or not at all; a directory of an earlier save is replaced, and other files in it
-    stay.
+    The directory appears complete or not at all. The files of an earlier save, which ``latentscan.json`` names, are
+    replaced, with its tokenizer; other files stay.
 
     Raises:
         CheckpointError: the directory holds a model that latentscan did not save, or cannot be written.
@@ -89,7 +89,8 @@ def _write(session: Session, directory: Any, extra: Callable[[Path], None] | Non
             f"{target} is for latentscan.load only: plain transformers would start its keys and values at random",
             stacklevel=3,
         )
-    with replaced_directory(target, lambda name: _OURS.fullmatch(name) is None) as aside:
+    earlier = written_files(target)
+    with replaced_directory(target, lambda name: name not in earlier and _OURS.fullmatch(name) is None) as aside:
         try:
             with quiet():
                 theirs(model, str(aside), *args, **kwargs)
@@ -107,9 +108,11 @@ def check_target(directory: Any) -> Path:
     """Where a model may be saved.
 
     Raises:
-        CheckpointError: a file, or a directory that holds a model which latentscan did not save.
+        CheckpointError: a file, a directory that holds a model which latentscan did not save, or a place that cannot be
+        written.
     """
     target = Path(directory)
+    check_writable(target)
     if target.exists() and not target.is_dir():
         raise CheckpointError("is a file", where=str(target), remedy="give a directory")
     if target.is_dir() and not (target / MARKER).is_file():
@@ -134,6 +137,7 @@ def _description(session: Session, folder: Path) -> dict[str, Any]:
         "class": type(session.model).__name__,
         "plan": unsharded(session.plan).to_json(),
         "reads_as_plain_model": all(r.inverse is not None for r in session.plan.recipes),
+        "files": sorted([*files_in(folder), MARKER]),
     }
 
 
@@ -156,6 +160,15 @@ def unsharded(plan: ModelPlan) -> ModelPlan:
     sources = {s for r in recipes for s in r.sources}
     released = tuple(path for path in plan.released if path in sources)
     return ModelPlan(to_text(passes), facts, recipes, released)
+
+
+def written_files(folder: Path) -> frozenset[str]:
+    """The files of a directory that an earlier save says it wrote; the next one replaces these, and no others."""
+    try:
+        told = json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
+        return frozenset(name for name in told if isinstance(name, str))
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one of a save that did not say
+        return frozenset()
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------

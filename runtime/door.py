@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import CacheError, RefusedError
+from latentscan.ir.frontends.huggingface import install_recording_hooks
 from latentscan.runtime.cache import ARGUMENT_NAMES, GraphCache, cache_argument
 from latentscan.runtime.own import LoadHook, SaveHook
 from latentscan.runtime.packing import packed_call
@@ -15,8 +16,6 @@ from latentscan.runtime.session import Session
 
 SESSION = "_latentscan_session"
 _OVERRIDES = ("forward", "_prepare_cache_for_generation", "save_pretrained", "report")
-
-_CAPTURED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def session_of(model: torch.nn.Module) -> Session | None:
@@ -32,7 +31,11 @@ class _Method:
 
 
 class Forward(_Method):
-    """``model.forward``: compiled; in evaluation without gradients a missing cache is a GraphCache."""
+    """``model.forward``: compiled; in evaluation a missing cache is a GraphCache.
+
+    With gradients, which do not flow through a GraphCache, it is one only if a pass has changed what is stored: a later
+    call could not go on from the library's own cache.
+    """
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
@@ -48,8 +51,7 @@ class Forward(_Method):
                 where=type(model).__name__,
                 remedy="give at least one token, such as the beginning-of-sequence token",
             )
-        if any(kwargs.get(name, getattr(model.config, name, False)) for name in _CAPTURED):
-            _install_capturing_hooks(model)
+        install_recording_hooks(model, kwargs)
         given = self._given(args, kwargs)
         packed = None
         if given is not None:
@@ -82,8 +84,9 @@ class Forward(_Method):
         given = {**given, **given.get("kwargs", {})}
         # The library takes a cache under its old names too.
         theirs = next((given[n] for n in ARGUMENT_NAMES if given.get(n) is not None), None)
+        changed = any(p == "latent-cache" for p, _ in self.session.plan.facts)
         if theirs is not None:
-            if not isinstance(theirs, GraphCache) and any(p == "latent-cache" for p, _ in self.session.plan.facts):
+            if not isinstance(theirs, GraphCache) and changed:
                 raise CacheError(
                     f"a {type(theirs).__name__} keeps keys and values, but this pipeline stores what they are made of",
                     where=type(model).__name__,
@@ -93,19 +96,8 @@ class Forward(_Method):
         uses = given.get("use_cache")
         if uses is None:
             uses = getattr(model.config, "use_cache", False)
-        if uses and not torch.is_grad_enabled() and not model.training:
+        if uses and not model.training and (changed or not torch.is_grad_enabled()):
             kwargs[name] = GraphCache.for_model(model)
-
-
-def _install_capturing_hooks(model: torch.nn.Module) -> None:
-    """Install the hooks by which the library collects hidden states: it would do so in the first call that wants them,
-    under a lock that cannot be traced."""
-    from transformers import PreTrainedModel
-    from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-    for module in model.modules():
-        if module is not model and isinstance(module, PreTrainedModel):
-            maybe_install_capturing_hooks(module)
 
 
 class PrepareCache(_Method):

@@ -1,7 +1,8 @@
 """Dump folders: what every pass saw, changed and said, for people (index.md, diff.txt) and for programs (JSON).
 
-A folder is written aside and renamed when it is complete, and it carries a marker file. A folder without the marker
-was not made here and is never written into or deleted.
+A folder is written aside and put in its place when it is complete, and it carries a marker file that names the files
+of the dump: the next dump replaces these, and other files in the folder stay. A folder without the marker was not made
+here and is never written into or deleted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from latentscan.ir.printer import Printer
 from latentscan.ir.sizes import number
 from latentscan.ir.weights import bytes_of
 from latentscan.passes.pipeline import PassRecord
+from latentscan.runtime.atomic import check_writable, files_in, replaced_directory
 from latentscan.runtime.numerics import Comparison, is_append
 
 MARKER = "latentscan-dump.json"  # its presence says that latentscan made the folder; it holds what index.md shows
@@ -64,12 +66,13 @@ def _bytes_per_token(node: fx.Node) -> int:
 
 
 def check_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder as a path, if it does not exist or is a dump of ours.
+    """The folder as a path, if it does not exist or is a dump of ours, and can be written.
 
     Raises:
-        CheckpointError: it exists and latentscan did not make it, or it has no parent folder.
+        CheckpointError: it exists and latentscan did not make it, it has no parent folder, or cannot be written.
     """
     path = Path(folder).expanduser().absolute()
+    check_writable(path)
     if path.exists() or path.is_symlink():
         if path.is_symlink() or not path.is_dir() or not (path / MARKER).is_file():
             raise CheckpointError(
@@ -103,9 +106,9 @@ class Dump:
         self.passes: list[dict[str, Any]] = []
         self.stopped = ""
         self._printer = Printer()
-        self._aside = path.with_name(f".{path.name}.{os.getpid()}.new")
-        shutil.rmtree(self._aside, ignore_errors=True)
-        self._aside.mkdir()
+        earlier = written_files(path)
+        self._place = replaced_directory(path, lambda name: name not in earlier)
+        self._aside = self._place.__enter__()
 
     def add(
         self,
@@ -180,26 +183,47 @@ class Dump:
                 there before stays.
         """
         self.stopped = stopped
-        if stopped and not self.passes:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            return
-        self._text("", "index.md", _index_page(self.index()))
-        self._json("", MARKER, self.index())
         try:
+            if stopped and not self.passes:
+                raise _Nothing
+            self._text("", "index.md", _index_page(self.index()))
+            self._json("", MARKER, self.index() | {"files": sorted([*files_in(self._aside), MARKER])})
             check_folder(self.path)  # somebody may have made it meanwhile
-            old = self.path.with_name(f".{self.path.name}.{os.getpid()}.old")
-            if self.path.exists():
-                self.path.rename(old)
-            self._aside.rename(self.path)
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(self._aside, ignore_errors=True)
+        except BaseException as error:
+            self._place.__exit__(type(error), error, error.__traceback__)
+            if not isinstance(error, _Nothing):
+                raise
+        else:
+            self._place.__exit__(None, None, None)
 
     def _text(self, folder: str, name: str, text: str) -> None:
         (self._aside / folder / name).write_text(text, encoding="utf-8")
 
     def _json(self, folder: str, name: str, value: Any) -> None:
         self._text(folder, name, json.dumps(value, indent=1, default=str) + "\n")
+
+
+class _Nothing(Exception):  # noqa: N818  control flow, not an error
+    """There is nothing to put in place."""
+
+
+def written_files(folder: Path) -> frozenset[str]:
+    """The files of a dump, by their path in its folder; of several ranks', those of each."""
+    found: set[str] = set()
+    for marker in (folder / MARKER, *folder.glob(f"{rank_name('*')}/{MARKER}")):
+        inside = marker.parent.relative_to(folder)
+        found.add((inside / MARKER).as_posix())
+        try:
+            told = json.loads(marker.read_text(encoding="utf-8"))
+            names = told.get("files") or [*_FILES, *(f"{e['folder']}/{n}" for e in told["passes"] for n in _FILES)]
+            found.update((inside / str(name)).as_posix() for name in names)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # none that can be read: all of it stays, and what is dumped again wins
+    return frozenset(found)
+
+
+# What a dump holds that does not say so: one of an earlier version.
+_FILES = ("index.md", "before.txt", "after.txt", "diff.txt", "sites.json", "numerics.json")
 
 
 def rank_and_ranks() -> tuple[int, int]:
@@ -210,7 +234,7 @@ def rank_and_ranks() -> tuple[int, int]:
     return 0, 1
 
 
-def rank_name(rank: int) -> str:
+def rank_name(rank: int | str) -> str:
     """The folder of one rank within a dump."""
     return f"rank-{rank}"
 

@@ -16,6 +16,12 @@ def check_model(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         raise RefusedError(f"this is a {kind}, not a model", where="wrap", remedy="give a torch.nn.Module")
     refuse_adapters(model)
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        raise RefusedError(
+            "it is compiled already, by torch.compile",
+            where=type(model._orig_mod).__name__,
+            remedy="give the model itself, which wrap compiles (here: model._orig_mod)",
+        )
     config = getattr(model, "config", None)
     if getattr(config, "model_type", None) is None:
         raise RefusedError(

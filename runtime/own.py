@@ -22,8 +22,44 @@ def place(model: torch.nn.Module, path: str) -> tuple[torch.nn.Module, str]:
 
 
 def get(model: torch.nn.Module, path: str) -> torch.Tensor:
-    module, name = place(model, path)
-    return getattr(module, name)
+    """A weight by its path.
+
+    Raises:
+        RefusedError: it is not there: its module was exchanged after wrapping.
+    """
+    try:
+        module, name = place(model, path)
+        return getattr(module, name)
+    except AttributeError:
+        raise _moved(model, path) from None
+
+
+def check_places(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequence[str]) -> None:
+    """Raise RefusedError unless new weights and what stands for released ones are where they were put."""
+    for recipe in recipes:
+        for path in recipe.targets:
+            get(model, path)
+    for path in released:
+        get(model, path)
+        module, name = place(model, path)
+        if name not in module.__dict__.get(RELEASED, ()):
+            raise _moved(model, path)
+
+
+def _moved(model: torch.nn.Module, path: str) -> RefusedError:
+    """The error for a weight whose module is another one now."""
+    there, module = path.rpartition(".")[0], None
+    while module is None:
+        try:
+            module = model.get_submodule(there)
+        except AttributeError:
+            there = there.rpartition(".")[0]
+    return RefusedError(
+        f"{path} is not the weight that wrap put there: the module was exchanged after wrap "
+        f"(a {type(module).__name__} is there now)",
+        where=there or type(model).__name__,
+        remedy="put the module back that was there; to change it (an adapter, say), unwrap, change it and wrap again",
+    )
 
 
 def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:
@@ -113,8 +149,9 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
     """Rebuild released weights from the new ones and remove these. All or none.
 
     Raises:
-        RefusedError: a recipe has no inverse.
+        RefusedError: a recipe has no inverse, or a module was exchanged.
     """
+    check_places(model, recipes, released)
     for recipe in recipes:
         if recipe.inverse is None and any(s in released for s in recipe.sources):
             raise RefusedError(
@@ -167,6 +204,14 @@ class StateDictMap:
         gone = set(released)
         wanted = [r for r in recipes if r.inverse is not None and (self.shards or not r.group)]
         self.recipes = tuple(r for r in wanted if all(s in gone for s in r.sources))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictMap:
+        return self  # it never changes, and names no model
+
+    def __reduce__(self):  # the first thing of a wrapped model that pickle comes to
+        raise RefusedError(
+            "a wrapped model cannot be pickled", remedy="save it with save_pretrained and read it with latentscan.load"
+        )
 
 
 class SaveHook(StateDictMap):

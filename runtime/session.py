@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from latentscan.ir.capture import forget_compiled, from_dynamo, trace_settings, with_own_code
+from latentscan.ir.capture import forget_compiled, from_dynamo, reason_of, trace_settings, with_own_code
 from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError
 from latentscan.ir.frontends.base import MARK
 from latentscan.ir.frontends.packing import packed_forward
@@ -23,7 +23,7 @@ from latentscan.runtime.executable import Executable
 from latentscan.runtime.mesh import agree_on_order, check_call
 from latentscan.runtime.models import FSDP_FLAG, prepare_sharded, refuse_inner_shards
 from latentscan.runtime.options import Options
-from latentscan.runtime.own import get, shrink_tombstones
+from latentscan.runtime.own import check_places, get, shrink_tombstones
 from latentscan.runtime.plan import ModelPlan
 
 # The recompile limit's error is no TorchDynamoException.
@@ -103,6 +103,7 @@ class Session:
     # -- compiling --------------------------------------------------------------------------------------------------
 
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        check_places(self.model, self.plan.recipes, self.plan.released)
         graph = from_dynamo(module, example_inputs)
         inputs = list(graph.inputs)
         context = Context(facts=self.plan.facts, own_parameters=True, required=self.plan.required, mesh=self.mesh)
@@ -162,7 +163,7 @@ class Session:
                 raise inner from None
             refuse_inner_shards(self.model)
             raise CaptureError(
-                f"this call could not be traced as one graph: {str(error).strip()[:600]}",
+                f"this call could not be traced as one graph: {reason_of(error)}",
                 where=type(self.model).__name__,
                 remedy="call it as the unwrapped model can be called; unwrap(model) gives it back",
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -132,6 +133,15 @@ def resolve(text: str) -> Source:
     if not text.strip():
         raise CheckpointError("MODEL is empty", remedy="give a directory, a config.json, a .gguf or tiny:FAMILY")
     path = Path(text)
+    try:
+        path.stat()
+    except ValueError as error:  # a zero byte
+        raise CheckpointError(str(error), where=repr(text)[:200], remedy=_REMEDY) from None
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.EIO):
+            raise CheckpointError(
+                f"cannot be read: {(error.strerror or '').lower()}", where=text[:200], remedy=_REMEDY
+            ) from None
     if text.endswith(".gguf"):
         _must_exist(path, text)
         return _checked(Source(text, _config(text, str(path.parent), path.name), str(path.parent), path.name))

@@ -245,9 +245,11 @@ def dump_verb(
 
     parse(pipeline)
     with progress("dumping") as step:
+        from latentscan.runtime.dumping import check_folder
         from latentscan.runtime.source import resolve
         from latentscan.tools.dump import dump
 
+        check_folder(out)
         source = resolve(model)
         step("loading")
         loaded = source.load() if source.has_weights else source.on_meta()
@@ -315,17 +317,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         logging.raiseExceptions = False  # torch 2.11 prints a traceback where it fails to log its own metrics
     try:
-        app(given, prog_name="latentscan")
+        try:
+            app(given, prog_name="latentscan")
+        finally:
+            sys.stdout.flush()  # what cannot be written must be told by the exit status
     except SystemExit as end:  # how typer ends, also after a wrong argument
+        if isinstance(end.__context__, BrokenPipeError):
+            return OK  # whoever read the output has had enough
         return end.code if isinstance(end.code, int) else OK
+    except BrokenPipeError:
+        _discard_output()
+        return OK
     except Exception as error:
         from latentscan.ir.errors import LatentscanError, NumericsError, VerifyError
 
-        if debug or not isinstance(error, LatentscanError):
+        if isinstance(error, OSError):
+            _discard_output()
+        if debug or not isinstance(error, (LatentscanError, OSError)):
             raise
         typer.echo(f"latentscan: {error}", err=True)
         return CHECK_FAILED if isinstance(error, (NumericsError, VerifyError)) else BAD_INPUT
     return OK
+
+
+def _discard_output() -> None:
+    """Let what stdout cannot write go nowhere: the interpreter would fail on it once more as it ends."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        return
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,10 @@ def _calibration(source: Source, model: torch.nn.Module, path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot be read: {error}", where=str(path), remedy="give a UTF-8 text file") from None
+    if not text.strip():
+        raise CheckpointError(
+            "the calibration text is empty", where=str(path), remedy="give text of the kind that the model will see"
+        )
     if source.family is not None:  # a tiny model has no tokenizer: bytes are its tokens
         size = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
         ids = [byte % size for byte in text.encode()]

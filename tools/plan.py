@@ -18,7 +18,6 @@ from latentscan.passes.pipeline import (
     PassRecord,
     Program,
     first_remedy,
-    is_cached,
     no_site_text,
     parse,
     run,
@@ -93,7 +92,7 @@ def plan(
             "parameters": sum(p.numel() for p in model.parameters()),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "layers": getattr(source.config.get_text_config(decoder=True), "num_hidden_layers", None),
-            "notes": list(source.notes),
+            "notes": [*source.notes, *(_idle_notes(passes, records) if train else [])],
         },
         "pipeline": to_text(passes),
         "batch": batch,
@@ -135,6 +134,24 @@ def plan(
     return result
 
 
+def _rests(current: Pass, record: PassRecord) -> bool:
+    """Whether a pass that finds nothing in a training step may find something in evaluation, where wrap decides."""
+    if record.refusals:
+        return all(r.rule == "attention-dropout" for r in record.refusals)
+    return current.phases == "cached"
+
+
+def _idle_notes(passes: tuple[Pass, ...], records: list[PassRecord]) -> list[str]:
+    """What a training step says of passes that rest in it."""
+    return [
+        f"{p.name} has nothing to do in this training step"
+        + (f" ({r.refusals[0].reason})" if r.refusals else ", which fills no cache")
+        + "; plan without --train to see what it does"
+        for p, r in zip(passes, records, strict=True)
+        if not r.sites and _rests(p, r)
+    ]
+
+
 def _module(item: Site | Refusal) -> str:
     return item.module
 
@@ -148,7 +165,7 @@ def _run(
 ) -> dict[str, Any]:
     """One traced graph before and after the pipeline."""
     graph = traced.graph
-    cached, per_token = is_cached(graph), cache_bytes_per_token(graph)
+    per_token = cache_bytes_per_token(graph)
     values = {phase: values_of(graph, phase) for phase in traced.phases}
     phases: dict[str, Any] = {}
     step("counting what the model costs")
@@ -159,6 +176,7 @@ def _run(
         }  # fmt: skip
     hooks = Hooks(before=lambda index, current, graph, record: step(current.name))
     program = run(graph, passes, Context(own_parameters=True, meta=True, mesh=mesh), strict=False, hooks=hooks)
+    train = traced.phases[0].name == "train"
     finished = {phase: _form(program, values[phase]) for phase in traced.phases}
     counted: dict[int, dict[str, Kind]] = {}
     for phase, end in finished.items():
@@ -175,7 +193,7 @@ def _run(
     errors = [
         {"pass": r.name, "message": no_site_text(p, r), "remedy": first_remedy(r)}
         for p, r in zip(passes, last.records, strict=True)
-        if not r.sites and not p.may_be_empty and not (p.phases == "cached" and not cached)
+        if not r.sites and not p.may_be_empty and not (train and _rests(p, r))
     ]
     return {
         "program": program, "records": last.records, "phases": phases, "errors": errors,

@@ -24,7 +24,9 @@ from latentscan.ir.ops import mask as _mask  # noqa: F401
 from latentscan.ir.ops import rope as _rope  # noqa: F401
 from latentscan.kernels.reference.rope import rope as reference_rope
 
+RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _SCANNED: set[str] = set()
+_COLLECTOR: Any = None  # the library's record of what its hooks collect in this call
 ROPE_LAYOUTS: tuple[Any, ...] = ("half", "interleaved-to-half", "interleaved")
 
 
@@ -34,7 +36,10 @@ def register() -> None:
         return
     from transformers import masking_utils
     from transformers.integrations import sdpa_attention
+    from transformers.utils import output_capturing
 
+    global _COLLECTOR
+    _COLLECTOR = getattr(output_capturing, "_active_collector", None)
     substitute(masking_utils.create_causal_mask, lambda original: _mask_function(original, sliding=False))
     substitute(masking_utils.create_sliding_window_causal_mask, lambda original: _mask_function(original, sliding=True))
     substitute(sdpa_attention.sdpa_attention_forward, _sdpa_function)
@@ -230,19 +235,53 @@ def _eager_function(original: Callable[..., Any], sinks: bool = False) -> Callab
         softcap: Any = None,
         **kwargs: Any,
     ) -> Any:
-        ours = traced_by_latentscan() and dropout == 0.0 and not kwargs.get("output_attentions", False)
-        if not ours:
-            if softcap is not None:
-                kwargs["softcap"] = softcap
-            return original(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-        structure = (None, module.sinks) if sinks else ()  # no padding beside the mask
-        out = torch.ops.latentscan.attention.default(
-            query, key, value, attention_mask, *structure, kind="full", scale=scale, softcap=softcap
-        )
-        return out.transpose(1, 2).contiguous(), None
+        ours = traced_by_latentscan() and dropout == 0.0
+        wanted = not ours or attentions_are_wanted(module, kwargs.get("output_attentions"))
+        weights = None
+        if softcap is not None:
+            kwargs["softcap"] = softcap
+        if wanted:
+            out, weights = original(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            )
+        if ours:  # the library's own output, made on the way to its weights, is then read by nobody and goes
+            scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+            structure = (None, module.sinks) if sinks else ()  # no padding beside the mask
+            out = torch.ops.latentscan.attention.default(
+                query, key, value, attention_mask, *structure, kind="full", scale=scale, softcap=softcap
+            )
+            out = out.transpose(1, 2).contiguous()
+        return out, weights
 
     return eager_attention
+
+
+def install_recording_hooks(model: torch.nn.Module, words: dict[str, Any]) -> None:
+    """Install the hooks by which the library collects hidden states and attentions, if a call with the keyword
+    arguments ``words`` wants any: it would do so in that call, under a lock that cannot be traced."""
+    config = getattr(model, "config", None)
+    if "transformers" not in sys.modules or not any(words.get(n, getattr(config, n, False)) for n in RECORDED):
+        return
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    for module in model.modules():
+        if module is not model and isinstance(module, PreTrainedModel):
+            maybe_install_capturing_hooks(module)
+
+
+def attentions_are_wanted(module: Any, argument: Any) -> bool:
+    """Whether the caller takes the attention's weights: as an argument, by the configuration, or by a recording hook.
+
+    Some models (GPT-2, OPT) take the argument out before it comes to their layers; the library's hooks then know.
+    Readable while Dynamo traces.
+    """
+    if argument or getattr(module.config, "output_attentions", False):
+        return True
+    if _COLLECTOR is None or not _COLLECTOR.compiling:
+        return False
+    recorded = _COLLECTOR.global_var
+    return recorded is not None and ("attentions" in recorded or "cross_attentions" in recorded)
 
 
 def eager_is_plain(function: Callable[..., Any], *, sinks: bool = False) -> bool:

@@ -7,6 +7,7 @@ import gc
 import importlib.metadata
 import subprocess
 import sys
+import traceback
 import weakref
 from typing import Any
 
@@ -44,6 +45,33 @@ def graphs(monkeypatch) -> list[Any]:
 
 def compiled(model: nn.Module, pipeline: str = "", **words: Any) -> Any:
     return torch.compile(model, backend=latentscan, options={"pipeline": pipeline}, **words)
+
+
+# -- pieces and caches ----------------------------------------------------------------------------------------------
+
+
+def test_labels_break_the_graph_and_the_loss_is_left_as_it_is(graphs):
+    """The library logs on the way to its loss, where Dynamo cuts the graph: a piece without weights is no model."""
+    model = build("gpt2", num_hidden_layers=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    eager, ids = copy.deepcopy(model), tokens(2, 9)
+    with pytest.warns(UserWarning, match="Dynamo broke the graph.*latentscan.wrap"):
+        loss = compiled(model, "mla-absorb")(input_ids=ids, labels=ids, use_cache=False).loss
+    want = eager(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward(), want.backward()
+    assert distance(loss, want) < 2e-6 and worst_gradient(model, eager) < 1e-5
+    assert [bool(g.weights) for g in graphs] == [True, False]
+    torch._dynamo.reset()
+    with pytest.raises(RefusedError, match="mla-mm-split"):  # a piece with weights in which a pass finds nothing
+        compiled(build("mamba2", num_hidden_layers=1), "mla-mm-split")(input_ids=ids)
+
+
+@pytest.mark.parametrize(("family", "pipeline"), [("gpt2", "mla-absorb"), ("llama", "mha-to-mla")])
+def test_a_step_on_the_library_s_cache_is_refused_by_its_name(family, pipeline):
+    model = build(family, num_hidden_layers=1)
+    with torch.no_grad():
+        cache = model(tokens(2, 5), use_cache=True).past_key_values
+        with pytest.raises(RefusedError, match=r"foreign-cache at .*a cache of the library's own.*latentscan\.wrap"):
+            compiled(model, pipeline)(tokens(2, 1), past_key_values=cache, use_cache=True)
 
 
 # -- the name and the options ---------------------------------------------------------------------------------------
@@ -274,6 +302,15 @@ def test_two_compiled_models_share_nothing():
             for run, model in zip(ours, (small, large), strict=True):
                 got = run(tokens(2, length), use_cache=False).logits
                 assert distance(got, model(tokens(2, length), use_cache=False).logits) < 2e-6
+
+
+def test_an_error_is_its_own_message_and_no_advice_of_dynamo_s():
+    model = build("llama", num_hidden_layers=1)
+    for options in ({"pipeline": "mla-absorb"}, {"pipeline": "mla-absrb"}, {"pipline": ""}):
+        with pytest.raises(LatentscanError) as caught:
+            torch.compile(model, backend=latentscan, options=options)(tokens())
+        text = "".join(traceback.format_exception_only(caught.value))
+        assert text.count("\n") == 1 and "TORCHDYNAMO" not in text and "user code" not in text
 
 
 def test_errors_pass_dynamo_as_they_are():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from latentscan.ir.errors import VerifyError
 from latentscan.lowering import checkpoint
 from latentscan.runtime import executable
 from latentscan.runtime.door import session_of
@@ -192,6 +193,49 @@ def test_dropout_draws_as_eager_does(family, pipeline, words):
     eager.zero_grad()
     eager(ids, labels=ids, use_cache=False).loss.backward()
     assert worst_gradient(model, eager) > 1e-3  # sabotage: another seed
+
+
+EXACT = "mha-to-mla,latent-cache,mla-absorb"
+
+
+def test_a_model_that_keeps_its_dropout_trains_and_generates_in_its_latent_form():
+    """The latent's projections are its own Parameters, so every graph must use them; absorption says why it waits."""
+    model = build("gpt2", num_hidden_layers=1)
+    eager = copy.deepcopy(model)
+    wrap(model, EXACT)
+    ids = tokens(2, 9)
+    for m in (model.train(), eager.train()):
+        torch.manual_seed(11)
+        m(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert worst_gradient(model, eager) < 1e-5
+    conversion, _, absorption = session_of(model).graphs[-1].records
+    assert len(conversion.sites) == 1
+    assert [(r.rule, "p = 0.1" in r.reason) for r in absorption.refusals] == [("attention-dropout", True)]
+    found = []
+    for m in (model, eager):
+        torch.manual_seed(12)
+        found.append(m.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1))
+    assert torch.equal(*found)
+
+
+def test_grouped_heads_in_low_rank_train_with_dropout():
+    """The library repeats each key for its group before it drops weights. p = 1e-9 takes that way and drops none."""
+    model = build("llama", num_hidden_layers=1, attention_dropout=1e-9)
+    wrap(model, "mha-to-mla{rank=24,rope_dim=16}", calibration=tokens(4, 32))
+    ids = tokens(2, 9)
+    want = model(ids, labels=ids, use_cache=False).loss
+    got = model.train()(ids, labels=ids, use_cache=False).loss
+    got.backward()
+    assert abs(float(got - want)) < 1e-5
+    assert [len(g.records[0].sites) for g in session_of(model).graphs] == [1, 1]
+    assert all(p.grad is not None for n, p in model.named_parameters() if "latentscan" in n)
+
+
+def test_dropout_that_is_written_out_is_refused_by_name():
+    model = wrap(build("gpt2", num_hidden_layers=1, attn_implementation="eager"), EXACT).train()
+    with pytest.raises(VerifyError, match=r"h\.0\.attn.*dropout of 0\.1.*Set the attention dropout to 0"):
+        model(tokens(2, 9), use_cache=False)
+    model.eval()(tokens(2, 9), use_cache=False)
 
 
 # -- autocast -------------------------------------------------------------------------------------------------------

@@ -8,14 +8,18 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from latentscan.ir.errors import CaptureError
+from latentscan.ir.capture import capture
+from latentscan.ir.errors import CacheError, CaptureError
 from latentscan.ir.frontends.huggingface import _sdpa_function
+from latentscan.ir.mla import attentions
+from latentscan.passes.base import Context
+from latentscan.passes.pipeline import parse, run
 from latentscan.runtime import session
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import session_of
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
-from latentscan.tests.runtime.helpers import distance, pair, tokens
+from latentscan.tests.runtime.helpers import distance, pair, tokens, worst_gradient
 
 SPLIT = "mla-mm-split,mla-absorb"
 
@@ -74,6 +78,23 @@ def test_one_row_generates_as_eager(length):
     assert len(session_of(model).graphs) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ({}, "ValueError: You must specify exactly one of input_ids or inputs_embeds"),
+        ({"input_ids": tokens(2, 5)[0]}, "rope: x, cos and sin have 3, 3 and 3 dimensions"),
+        ({"input_ids": tokens(2, 5).float()}, "Expected tensor for argument #1 'indices'"),
+    ],
+)
+def test_a_wrong_call_is_told_as_the_model_tells_it(words, told):
+    model = wrap(build("llama", num_hidden_layers=1))
+    with pytest.raises(CaptureError) as caught:
+        model(**words)
+    text = str(caught.value)
+    assert told in text
+    assert not any(prose in text for prose in ("Hint", "torch.compile", "\n", "Explanation"))
+
+
 # -- caches that the user gives -------------------------------------------------------------------------------------
 
 
@@ -112,6 +133,28 @@ def test_a_triangle_at_the_wrong_corner_would_be_seen(monkeypatch):
     monkeypatch.setattr("latentscan.ir.frontends.huggingface.traced_by_latentscan", lambda: True)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2)
     assert distance(_sdpa_function(lambda *a, **b: None)(torch.nn.Module(), q, k, k, None)[0], want) > 1e-2
+
+
+@pytest.mark.parametrize("pipeline", ["", "latent-cache"])
+def test_a_cache_made_with_gradients_on_is_continued(pipeline):
+    """Nobody gave that cache: it is one that the next call takes, and gradients of the first call are whole."""
+    model, eager = pair("gpt2", pipeline, num_hidden_layers=1)
+    outs = [m(tokens(2, 9)) for m in (model, eager)]
+    for out in outs:
+        out.logits.square().mean().backward()
+    assert worst_gradient(model, eager) < 1e-5
+    with torch.no_grad():
+        got, want = (
+            m(tokens(2, 1), past_key_values=out.past_key_values).logits
+            for m, out in zip((model, eager), outs, strict=True)
+        )
+    assert distance(got, want) < 2e-6
+    again = model(tokens(2, 9)).past_key_values
+    if pipeline:  # a gradient would have to go through what is stored
+        with pytest.raises(CacheError, match=r"gradients do not flow.*no_grad"):
+            model(tokens(2, 1), past_key_values=again)
+    else:
+        model(tokens(2, 1), past_key_values=again).logits.sum().backward()
 
 
 # -- many models, many graphs ---------------------------------------------------------------------------------------
@@ -169,3 +212,63 @@ def test_wrapping_says_what_it_did():
     model(tokens())
     assert len(model.report.graphs) == 1
     assert "mla-absorb" in str(model.report)
+
+
+# -- attention weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "pipeline"),
+    [
+        ("gpt2", ""),  # takes the argument out before it comes to its layers
+        ("opt", "mha-to-mla,latent-cache,mla-absorb"),
+        ("llama", "mha-to-mla,latent-cache"),
+        pytest.param("gpt_neox", "mha-to-mla,latent-cache,mla-absorb", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", SPLIT, marks=pytest.mark.slow),
+    ],
+)
+def test_eager_attention_gives_its_weights_when_asked_and_only_then(family, pipeline):
+    model, eager = pair(family, pipeline, attn_implementation="eager", num_hidden_layers=1)
+    words: dict[str, Any] = {"output_attentions": True, "use_cache": True}
+    with torch.no_grad():
+        got, want = (m(tokens(2, 9), **words) for m in (model, eager))
+        steps = [
+            m(tokens(2, 1), **words, past_key_values=out.past_key_values) for m, out in ((model, got), (eager, want))
+        ]
+        plain = model(tokens(2, 9))
+    for mine, theirs in ((got, want), steps):
+        assert len(mine.attentions) == len(theirs.attentions) == 1
+        assert distance(mine.attentions[0], theirs.attentions[0]) < 2e-6
+        assert distance(mine.logits, theirs.logits) < 2e-6
+    assert plain.attentions is None
+
+
+def test_attentions_that_the_configuration_wants_come_out():
+    model, eager = pair("llama", "mha-to-mla", attn_implementation="eager", num_hidden_layers=1, output_attentions=True)
+    got, want = (m(tokens(2, 9), use_cache=False).attentions for m in (model, eager))
+    assert len(got) == len(want) == 1
+    assert distance(got[0], want[0]) < 2e-6
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_attention_weights_and_attention_are_made_of_the_same_query_and_key(wanted):
+    """The low-rank form leaves rotated features out of both; weights of one form times keys of the other mean nothing.
+    And where nobody reads the weights, the graph does not hold them."""
+    model = build("llama", attn_implementation="eager", num_hidden_layers=1)
+    inputs = {"input_ids": tokens(2, 9), "use_cache": False, "output_attentions": wanted}
+    graph = capture(model, inputs=inputs)
+    run(graph, parse("mha-to-mla{rank=24,rope_dim=16}"), Context(own_parameters=True, meta=True))
+    (attention,) = attentions(graph)
+    weights = [n for n in graph.calls(torch.matmul) if attention.args[0] in n.args]
+    assert len(weights) == len(graph.calls(torch.nn.functional.softmax)) == wanted
+    assert all(attention.args[1] in above(n) for n in weights)
+
+
+def above(node: Any) -> set[Any]:
+    found, stack = set(), [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                stack.append(source)
+    return found

@@ -277,6 +277,48 @@ def test_a_quantised_model_is_compiled_as_it_is():
     assert distance(model(tokens()).logits, eager(tokens()).logits) < 2e-6
 
 
+class Adapter(nn.Module):
+    """What adapter libraries put over a projection."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x)
+
+
+@pytest.mark.parametrize(
+    ("family", "pipeline", "owner", "name"),
+    [
+        ("deepseek_v3", SPLIT, "model.layers.0.self_attn", "kv_b_proj"),  # holds old and new weights
+        ("gpt2", "mha-to-mla", "transformer.h.0.attn", "c_attn"),  # holds the released weight only
+    ],
+)
+def test_a_module_exchanged_after_wrap_is_named_and_nothing_is_lost(family, pipeline, owner, name):
+    model, eager = pair(family, pipeline, num_hidden_layers=1)
+    model(tokens())
+    there = model.get_submodule(owner)
+    base = getattr(there, name)
+    setattr(there, name, Adapter(base))
+    refresh(model)
+    for use in (lambda: model(tokens()), lambda: unwrap(model)):
+        with pytest.raises(RefusedError, match=rf"{name}.*a Adapter is there now.*[Pp]ut the module back"):
+            use()
+    setattr(there, name, base)
+    assert distance(model(tokens()).logits, eager(tokens()).logits) < 2e-6
+    unwrap(model)
+    assert same_state(model.state_dict(), eager.state_dict())
+
+
+@pytest.mark.parametrize("pipeline", ["", "mla-mm-split"])
+def test_a_wrapped_model_is_not_pickled_and_says_what_to_do(pipeline, tmp_path):
+    model, _ = pair("deepseek_v3", pipeline, num_hidden_layers=1)
+    for write in (pickle.dumps, lambda m: torch.save(m, tmp_path / "m.pt")):
+        with pytest.raises(RefusedError, match=r"cannot be pickled.*save_pretrained"):
+            write(model)
+
+
 def test_models_that_are_not_served_are_named():
     from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
@@ -297,6 +339,7 @@ def test_models_that_are_not_served_are_named():
         (adapted, "adapters"),
         (hooked, "forward"),
         (nn.Linear(2, 2), "torch.compile"),
+        (torch.compile(build("llama", num_hidden_layers=1)), "compiled already"),
         ("a path", "not a model"),
     ]:
         with pytest.raises(RefusedError, match=reason) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -125,6 +126,19 @@ BAD = {
         "is not empty, and latentscan did not make it",
     ),
     "no dump": (("diff", "{tmp}"), "is no dump"),
+    "a name too long": (("plan", "a" * 5000), "name too long"),
+    "a file name too long": (("plan", f"/{'a' * 5000}.gguf"), "name too long"),
+    "a dump to nowhere": (("dump", "tiny:gpt2", "-p", "mla-absorb", "--out", "/proc/x"), "/proc/x: cannot be written"),
+    "a conversion to nowhere": (("convert", "tiny:gpt2", "/proc/x/y", "-p", "mla-absorb"), "cannot be written"),
+    "a dump with a name too long": (
+        ("dump", "tiny:gpt2", "-p", "mla-absorb", "--out", "{tmp}/" + "a" * 250),
+        "cannot be written: File name too long",
+    ),
+    "no cache": (("convert", "tiny:mamba2", "{tmp}/new", "-p", "latent-cache"), "found no cache"),
+    "an empty calibration file": (
+        ("convert", "tiny:llama", "{tmp}/new", "-p", "mha-to-mla{rank=24,rope_dim=8}", "--calibration", "/dev/null"),
+        "/dev/null: the calibration text is empty",
+    ),
 }
 
 
@@ -168,6 +182,27 @@ def test_a_failed_check_is_status_1_and_a_bug_a_traceback(command, monkeypatch):
     monkeypatch.setattr("latentscan.runtime.source.resolve", bug)
     with pytest.raises(ZeroDivisionError):
         main(["plan", "tiny:llama"])
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [("full", BAD_INPUT, "latentscan: [Errno 28] No space left on device\n"), ("pipe", OK, "")],
+)
+@pytest.mark.parametrize("arguments", [("passes",), ("passes", "--json")])
+def test_output_that_cannot_be_written_is_no_failed_check(tmp_path, arguments, end, status, told):
+    """A full disk is told; a reader that has had enough (``| head``) is no error."""
+    command = [sys.executable, "-m", "latentscan.tools.cli", *arguments]
+    if end == "full":
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        found = done.returncode, done.stderr
+    else:
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+        os.close(write)
+        found = done.returncode, done.stderr
+    assert found == (status, told)
 
 
 def test_debug_shows_the_traceback(monkeypatch):
@@ -245,6 +280,10 @@ def test_convert_takes_the_tokenizer_along(command, tmp_path):
     assert command("convert", source, tmp_path / "new", "-p", "mha-to-mla,latent-cache")[0] == OK
     assert (tmp_path / "new" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "new" / "notes.md").exists()
+    (tmp_path / "new" / "mine.txt").write_text("mine")
+    assert command("convert", "tiny:gpt2{num_hidden_layers=1}", tmp_path / "new", "-p", "mha-to-mla")[0] == OK
+    assert not (tmp_path / "new" / "tokenizer.json").exists()  # another model's
+    assert (tmp_path / "new" / "mine.txt").read_text() == "mine"
     status, _, err = command("convert", tmp_path / "new", tmp_path / "again", "-p", "mha-to-mla,latent-cache")
     assert status == BAD_INPUT and "converted by latentscan already" in err
     status, _, err = command("convert", source, source, "-p", "mha-to-mla,latent-cache")

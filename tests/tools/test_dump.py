@@ -109,6 +109,27 @@ def test_an_earlier_dump_is_replaced(model, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["dump"]
 
 
+def test_files_that_somebody_put_into_a_dump_stay(model, tmp_path):
+    """Of the earlier dump's own files none does, even where the next one has no such pass, and of several ranks'."""
+    folder = tmp_path / "dump"
+    dump(model, PIPELINE, str(folder), check=False)
+    mine = ["mine.txt", "notes/mine.txt", "02-mla-absorb/mine.txt", "index.md.old"]
+    for name in mine:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "empty").mkdir()
+    (folder / "rank-0").mkdir()
+    (folder / "rank-0" / "index.md").write_text("of a rank")
+    (folder / "rank-0" / dumping.MARKER).write_text(json.dumps({"passes": [], "files": ["index.md"]}))
+    dump(model, "mla-mm-split", str(folder), check=False)
+    index = json.loads((folder / dumping.MARKER).read_text())
+    found = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert found == {*mine, *index["files"]}
+    assert "01-mla-mm-split/diff.txt" in index["files"] and (folder / "empty").is_dir()
+    assert all((folder / name).read_text() == name for name in mine)
+    assert [p.name for p in tmp_path.iterdir()] == ["dump"]
+
+
 @pytest.mark.parametrize("kind", ["full", "empty", "file", "link"])
 @pytest.mark.parametrize("door", [dump, lambda model, pipeline, folder: wrap(model, pipeline, dump=folder)])
 def test_a_folder_of_somebody_else_is_neither_written_nor_deleted(model, tmp_path, kind, door):

@@ -121,6 +121,17 @@ def test_a_pass_that_finds_nothing_is_an_error_with_its_reason():
     assert (refusal["module"], refusal["count"]) == ("model.layers.0..1.self_attn", 2)
 
 
+def test_a_pass_on_caches_never_finds_nothing_in_silence():
+    """Without a cache in any phase it is an error; in a training step, where wrap lets it rest, a note."""
+    (error,) = plan(resolve("tiny:mamba2{num_hidden_layers=1}"), "latent-cache", seq=32)["errors"]
+    assert (error["pass"], "found no cache" in error["message"]) == ("latent-cache", True)
+    words = {"seq": 32, "train": True}
+    told = plan(resolve("tiny:gpt2{num_hidden_layers=1}"), "mha-to-mla,latent-cache,mla-absorb", **words)
+    assert [n.split()[0] for n in told["model"]["notes"]] == ["latent-cache", "mla-absorb"]
+    assert "p = 0.1" in told["model"]["notes"][1]
+    assert not told["errors"]
+
+
 def test_training_counts_gradients_and_what_they_keep():
     told = plan(resolve("tiny:llama"), "", batch=2, seq=16, train=True)
     (phase,) = told["phases"].values()
