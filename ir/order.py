@@ -14,6 +14,7 @@ from latentscan.ir.errors import MeshError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.mesh import Mesh
 from latentscan.ir.ops import collectives as ops
+from latentscan.ir.ops import exchange
 from latentscan.ir.sizes import expression
 
 
@@ -22,7 +23,7 @@ class Collective:
     """One communication of one node.
 
     Attributes:
-        name: of the primitive: all_reduce or all_gather.
+        name: of the primitive: all_reduce, all_gather, reduce_scatter, all_to_all or send (to the next rank).
         phase: forward or backward.
         axis: the mesh axis.
         elements: what every rank puts in (padded, so the same on all), a sympy expression; dtype: of what is sent.
@@ -41,7 +42,8 @@ class Collective:
     def sent(self, size: int) -> sympy.Expr:
         """Bytes that leave one of ``size`` ranks, by ring algorithms."""
         payload = self.elements * self.dtype.itemsize
-        return payload * (2 * (size - 1)) / size if self.name == "all_reduce" else payload * (size - 1)
+        times = {"all_reduce": 2 * (size - 1), "all_gather": size * (size - 1), "send": size}
+        return payload * times.get(self.name, size - 1) / size
 
     def key(self) -> tuple[str, ...]:
         """What has to be the same on every rank."""
@@ -51,14 +53,33 @@ class Collective:
 def collectives(graph: Graph) -> list[Collective]:
     """All communications: those of the forward pass in the graph's order, then the backward pass's (if the graph
     trains), which autograd runs from the last node to the first."""
-    nodes = [n for n in graph.nodes if n.target in ops.COLLECTIVES]
+    nodes = [n for n in graph.nodes if n.target in ops.COLLECTIVES or n.target in _EXCHANGES]
     forward = [c for n in nodes for c in _of(graph, n, "forward")]
     backward = [c for n in reversed(nodes) for c in _of(graph, n, "backward")] if graph.training else []
     return forward + backward
 
 
+# exchange -> (primitive forward, primitive backward, place of the axis among the arguments)
+_EXCHANGES: dict[Any, tuple[str, str, int]] = {
+    exchange.tail_start: ("send", "send", -4),
+    exchange.edge_ids: ("all_gather", "", -3),
+    exchange.gather_tokens: ("all_gather", "", -3),
+    exchange.gather_start: ("all_gather", "reduce_scatter", -3),
+    exchange.to_heads: ("all_to_all", "all_to_all", -3),
+    exchange.to_tokens: ("all_to_all", "all_to_all", -3),
+    exchange.sum_partial: ("all_reduce", "", -2),
+}
+_BY_RESULT = (exchange.tail_start,)  # what is sent is as large as the result, not as the argument
+
+
 def _of(graph: Graph, node: fx.Node, phase: str) -> list[Collective]:
     x, target = graph.value(node.args[0]), node.target
+    if target in _EXCHANGES:
+        name, back, at = _EXCHANGES[target]
+        name = name if phase == "forward" else back
+        size = _count(graph.value(node).shape if target in _BY_RESULT or phase == "backward" else x.shape)
+        made = Collective(name, phase, str(node.args[at]), size, x.dtype, target.__name__, module_path(node), node.name)
+        return [made] if name else []
     size, dtype = _count(x.shape), x.dtype
     name = "all_reduce"
     if target is ops.gather_last:

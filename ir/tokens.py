@@ -29,6 +29,7 @@ from latentscan.ir.axes import (
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import SmallNumbers, is_layout, linear_of
 from latentscan.ir.ops import base
+from latentscan.ir.ops.collectives import COLLECTIVES
 from latentscan.ir.ops.exchange import SWAPS
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
@@ -138,7 +139,7 @@ class _Walk:
             self._linear(op, inputs)
         elif is_layout(op):
             self._layout(op, inputs)
-        elif name == "embedding":
+        elif name == "embedding" or op.target in COLLECTIVES:  # over other axes of the mesh, which have all tokens
             dims[op] = dims[inputs[0]]
         elif op.target in base.REGISTRY:
             self._canonical(op)

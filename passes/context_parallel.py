@@ -71,8 +71,11 @@ def finish(graph: Graph, axis: Axis, name: str) -> None:
         for user in users:
             user.replace_input_with(node, shifted)
     if graph.training:
+        made = {a.placeholder for a in graph.added}  # new weights have fake values until they are Parameters
         for weight in [n for n in graph.nodes if n.op == "placeholder" and graph.weight(n) is not None]:
-            if not graph.weight(weight).value.requires_grad or not weight.users:  # type: ignore[union-attr]
+            value = graph.weight(weight).value  # type: ignore[union-attr]
+            trained = value.requires_grad or (weight.name in made and value.is_floating_point())
+            if not trained or not weight.users:
                 continue
             users = list(weight.users)
             with graph.after(weight, name):

@@ -292,7 +292,7 @@ class Point:
 def calibration_points(graph: Graph) -> dict[str, Point]:
     """Attention module -> the point whose input is to be measured."""
     points = {}
-    for node in attention_like(graph):
+    for node in attentions(graph):
         found = find(graph, node)
         if found.key_rope is None:
             continue

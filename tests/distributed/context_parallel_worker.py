@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from latentscan.ir.ops import collectives, exchange
 from latentscan.runtime.batch import IGNORED, shifted, split_batch
+from latentscan.runtime.door import session_of
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 
@@ -35,6 +36,16 @@ def batches(vocabulary: int, packed: bool) -> list[dict[str, torch.Tensor]]:
             batch["seq_idx"] = starts.int().cumsum(1).int()
         found.append(batch)
     return found
+
+
+def whole(model: torch.nn.Module, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients by their original names, of whole weights. Communicates."""
+    session = session_of(model)
+    assert session is not None
+    for recipe in reversed(session.plan.recipes):
+        made = recipe.inverse(*[grads.pop(t) for t in recipe.targets])  # type: ignore[misc]
+        grads.update(zip(recipe.sources, made, strict=True))
+    return grads
 
 
 def apart(model: torch.nn.Module) -> Any:
@@ -83,8 +94,10 @@ def main() -> None:
     given = batches(one.config.vocab_size, "packed" in words)
     want, want_grads = train(one, apart(one) if "packed" in words else one, given)
     pipeline = next((w.removeprefix("pipeline=") for w in words if w.startswith("pipeline=")), "mamba-context-parallel")
-    wrap(many, pipeline, mesh=f"cp={size}")
-    got, grads = train(many, many, [split_batch(b, f"cp={size}") for b in given])
+    mesh = next((w.removeprefix("mesh=") for w in words if w.startswith("mesh=")), f"cp={size}")
+    wrap(many, pipeline, mesh=mesh)
+    got, grads = train(many, many, [split_batch(b, mesh) for b in given])
+    grads = whole(many, grads)
     worst = {n: float((grads[n] - g).norm() / (g.norm() + 1e-12)) for n, g in want_grads.items()}
     told = {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)),

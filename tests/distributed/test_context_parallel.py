@@ -58,6 +58,9 @@ def test_two_ranks_train_mamba2_as_one_process_does(tmp_path):
     [
         (3, "mamba2", ()),
         (4, "mamba2", ()),
+        (3, "mamba2", ("packed",)),
+        (2, "bamba", (HYBRID, "packed")),
+        (4, "mamba2", ("mesh=cp=2,tp=2", "pipeline=tensor-parallel,mamba-context-parallel")),
         (2, "bamba", (HYBRID,)),
         (2, "nemotron_h", (HYBRID,)),
         (2, "falcon_h1", (HYBRID,)),
