@@ -75,11 +75,11 @@ def chunk_state_backward(
     *, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients (dx, ddt, dA, dB, ddt_bias) of :func:`chunk_state`; empty where the input was None."""
-    limits = {"dt_softplus": dt_softplus, "dt_min": dt_min, "dt_max": dt_max}
     dtype = math_dtype(x)
     dx, ddt, dA, dB, _, _, _, ddt_bias, _ = chunk_scan_backward(
         None, dstate, x.to(dtype), dt.to(dtype), A.to(dtype), B.to(dtype), torch.zeros_like(B, dtype=dtype), None, None,
-        dt_bias if dt_bias is None else dt_bias.to(dtype), None, seq_idx, chunk_size=_CHUNK, **limits,
+        dt_bias if dt_bias is None else dt_bias.to(dtype), None, seq_idx,
+        chunk_size=_CHUNK, dt_softplus=dt_softplus, dt_min=dt_min, dt_max=dt_max,
     )  # fmt: skip
     if ddecay is not None:
         step, _, across = _decays(x, dt, A, dt_bias, seq_idx, dt_softplus, dt_min, dt_max)
