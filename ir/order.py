@@ -14,7 +14,16 @@ from latentscan.ir.errors import MeshError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.mesh import Mesh
 from latentscan.ir.ops import collectives as ops
+from latentscan.ir.ops.sequence import SEQUENCE
 from latentscan.ir.sizes import expression
+
+# function -> what it sends in the forward and in the backward pass
+_TOKENS = {
+    "gather_tokens": ("all_gather", "reduce_scatter"),
+    "scatter_tokens": ("reduce_scatter", "all_gather"),
+    "unshard_tokens": ("all_gather", ""),
+    "shard_tokens": ("", "all_gather"),
+}
 
 
 @dataclass(frozen=True)
@@ -22,10 +31,10 @@ class Collective:
     """One communication of one node.
 
     Attributes:
-        name: of the primitive: all_reduce or all_gather.
+        name: of the primitive: all_reduce, all_gather or reduce_scatter.
         phase: forward or backward.
         axis: the mesh axis.
-        elements: what every rank puts in (padded, so the same on all), a sympy expression; dtype: of what is sent.
+        elements: of the value that is reduced, or of one rank's (padded) part; a sympy expression. dtype: of it.
         caller, module, node: where it comes from.
     """
 
@@ -41,7 +50,7 @@ class Collective:
     def sent(self, size: int) -> sympy.Expr:
         """Bytes that leave one of ``size`` ranks, by ring algorithms."""
         payload = self.elements * self.dtype.itemsize
-        return payload * (2 * (size - 1)) / size if self.name == "all_reduce" else payload * (size - 1)
+        return payload * (2 * (size - 1)) / size if self.name == "all_reduce" else payload * (size - 1)  # of one part
 
     def key(self) -> tuple[str, ...]:
         """What has to be the same on every rank."""
@@ -51,7 +60,7 @@ class Collective:
 def collectives(graph: Graph) -> list[Collective]:
     """All communications: those of the forward pass in the graph's order, then the backward pass's (if the graph
     trains), which autograd runs from the last node to the first."""
-    nodes = [n for n in graph.nodes if n.target in ops.COLLECTIVES]
+    nodes = [n for n in graph.nodes if n.target in (*ops.COLLECTIVES, *SEQUENCE)]
     forward = [c for n in nodes for c in _of(graph, n, "forward")]
     backward = [c for n in reversed(nodes) for c in _of(graph, n, "backward")] if graph.training else []
     return forward + backward
@@ -75,6 +84,12 @@ def _of(graph: Graph, node: fx.Node, phase: str) -> list[Collective]:
             return []
         dim, total = node.args[1:3]
         size = sympy.Integer(total) * _count([s for i, s in enumerate(x.shape) if i != dim])  # type: ignore[arg-type]
+    elif target in SEQUENCE:
+        name = _TOKENS[target.__name__][phase == "backward"]  # type: ignore[union-attr]
+        if not name:
+            return []
+        part = x if target.__name__ in ("gather_tokens", "unshard_tokens") else graph.value(node)  # type: ignore[union-attr]
+        size = _count(part.shape)
     elif target is ops.split_gated_norm:
         size, dtype = _count(x.shape[:-1]) * node.args[6], torch.float32  # type: ignore[operator]
     return [Collective(name, phase, str(node.args[-2]), size, dtype, target.__name__, module_path(node), node.name)]  # type: ignore

@@ -25,6 +25,7 @@ REGISTRY: dict[str, str] = {
     "latent-cache": "latentscan.passes.latent_cache:LatentCache",
     "mla-absorb": "latentscan.passes.mla_absorb:MlaAbsorb",
     "tensor-parallel": "latentscan.passes.tensor_parallel:TensorParallel",
+    "sequence-parallel": "latentscan.passes.sequence_parallel:SequenceParallel",
 }
 
 

@@ -57,6 +57,17 @@ def test_five_steps_of_training_equal_one_process(world, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
+def test_sequence_parallel_equals_one_process(world, tmp_path):
+    """Lengths 13, 9 and 15: filled up over 2 ranks, and two of them over 3."""
+    both = "tensor-parallel,sequence-parallel"
+    families: list[dict[str, Any]] = [LLAMA, {"family": "qwen2"}, {"family": "deepseek_v3"}, {"family": "nemotron_h"}]
+    cases = [{**case, "pipeline": both, "steps": 3, "do": ["generate"]} for case in families]
+    for ranks in launch(world, cases, tmp_path, timeout=900):
+        check(ranks, steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
 def test_mixers_of_mamba_equal_one_process(world, tmp_path):
     """Over 3 ranks the 2 groups of B and C are held by all ranks that read them, and the norms' groups straddle."""
     families = ("mamba2", "bamba", "nemotron_h", "granitemoehybrid")
