@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from latentscan.ir.graph import VALUE, Graph
-from latentscan.ir.layout import SmallNumbers, is_layout
+from latentscan.ir.layout import SmallNumbers
 from latentscan.ir.mesh import shares
 
 UNKNOWN = -1
@@ -362,8 +362,24 @@ def through_matmul(graph: Graph, op: fx.Node, known: dict[fx.Node, Placement]) -
     return found
 
 
-__all__ = [
-    "NORMS", "POINTWISE", "SPLITS", "AxisError", "Placement", "Units", "along_one_dim", "draws", "execute",
-    "is_layout", "is_matmul", "is_pointwise", "is_reduction", "is_tensor", "item", "name_of", "numbered", "producer",
-    "results", "spread", "tensor_inputs", "through_layout", "through_matmul", "through_pointwise", "through_reduction",
-]  # fmt: skip
+def is_einsum(node: fx.Node) -> bool:
+    """Whether a node is an einsum of plain letters."""
+    return is_tensor(node) and node.target is torch.einsum and "..." not in str(node.args[0])
+
+
+def through_einsum(op: fx.Node, known: dict[fx.Node, Placement]) -> dict[fx.Node, Placement]:
+    """Values that have the letter of the units share its placement. Raises AxisError if the result has it not."""
+    inputs, result = str(op.args[0]).replace(" ", "").split("->")
+    operands = op.args[1] if isinstance(op.args[1], (tuple, list)) else op.args[1:]
+    letters = dict(zip((*operands, op), (*inputs.split(","), result), strict=True))
+    source = next((n for n in letters if n in known), None)
+    if source is None:
+        return {}
+    letter = letters[source][known[source].dim]  # type: ignore[index]
+    if letter not in result:
+        raise AxisError(op, f"{op.name} sums over the units")
+    return {
+        n: Placement(form.index(letter), known[source].labels)  # type: ignore[index, misc]
+        for n, form in letters.items()
+        if letter in form
+    }

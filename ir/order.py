@@ -15,7 +15,16 @@ from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.mesh import Mesh
 from latentscan.ir.ops import collectives as ops
 from latentscan.ir.ops import exchange
+from latentscan.ir.ops.sequence import SEQUENCE
 from latentscan.ir.sizes import expression
+
+# function -> what it sends in the forward and in the backward pass
+_TOKENS = {
+    "gather_tokens": ("all_gather", "reduce_scatter"),
+    "scatter_tokens": ("reduce_scatter", "all_gather"),
+    "unshard_tokens": ("all_gather", ""),
+    "shard_tokens": ("", "all_gather"),
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Collective:
         name: of the primitive: all_reduce, all_gather, reduce_scatter, all_to_all or send (to the next rank).
         phase: forward or backward.
         axis: the mesh axis.
-        elements: what every rank puts in (padded, so the same on all), a sympy expression; dtype: of what is sent.
+        elements: of the value that is reduced, or of one rank's (padded) part; a sympy expression. dtype: of it.
         caller, module, node: where it comes from.
     """
 
@@ -42,8 +51,9 @@ class Collective:
     def sent(self, size: int) -> sympy.Expr:
         """Bytes that leave one of ``size`` ranks, by ring algorithms."""
         payload = self.elements * self.dtype.itemsize
-        times = {"all_reduce": 2 * (size - 1), "all_gather": size * (size - 1), "send": size}
-        return payload * times.get(self.name, size - 1) / size
+        part = sympy.Rational(size - 1, size)
+        times = {"all_reduce": 2 * part, "all_to_all": part, "send": sympy.Integer(1)}
+        return payload * times.get(self.name, size - 1)  # the others: elements are those of one part
 
     def key(self) -> tuple[str, ...]:
         """What has to be the same on every rank."""
@@ -53,7 +63,7 @@ class Collective:
 def collectives(graph: Graph) -> list[Collective]:
     """All communications: those of the forward pass in the graph's order, then the backward pass's (if the graph
     trains), which autograd runs from the last node to the first."""
-    nodes = [n for n in graph.nodes if n.target in ops.COLLECTIVES or n.target in _EXCHANGES]
+    nodes = [n for n in graph.nodes if n.target in (*ops.COLLECTIVES, *SEQUENCE, *_EXCHANGES)]
     forward = [c for n in nodes for c in _of(graph, n, "forward")]
     backward = [c for n in reversed(nodes) for c in _of(graph, n, "backward")] if graph.training else []
     return forward + backward
@@ -69,7 +79,6 @@ _EXCHANGES: dict[Any, tuple[str, str, int]] = {
     exchange.to_tokens: ("all_to_all", "all_to_all", -3),
     exchange.sum_partial: ("all_reduce", "", -2),
 }
-_BY_RESULT = (exchange.tail_start,)  # what is sent is as large as the result, not as the argument
 
 
 def _of(graph: Graph, node: fx.Node, phase: str) -> list[Collective]:
@@ -77,7 +86,7 @@ def _of(graph: Graph, node: fx.Node, phase: str) -> list[Collective]:
     if target in _EXCHANGES:
         name, back, at = _EXCHANGES[target]
         name = name if phase == "forward" else back
-        size = _count(graph.value(node).shape if target in _BY_RESULT or phase == "backward" else x.shape)
+        size = _count(graph.value(node).shape if target is exchange.tail_start else x.shape)
         made = Collective(name, phase, str(node.args[at]), size, x.dtype, target.__name__, module_path(node), node.name)
         return [made] if name else []
     size, dtype = _count(x.shape), x.dtype
@@ -96,6 +105,12 @@ def _of(graph: Graph, node: fx.Node, phase: str) -> list[Collective]:
             return []
         dim, total = node.args[1:3]
         size = sympy.Integer(total) * _count([s for i, s in enumerate(x.shape) if i != dim])  # type: ignore[arg-type]
+    elif target in SEQUENCE:
+        name = _TOKENS[target.__name__][phase == "backward"]  # type: ignore[union-attr]
+        if not name:
+            return []
+        part = x if target.__name__ in ("gather_tokens", "unshard_tokens") else graph.value(node)  # type: ignore[union-attr]
+        size = _count(part.shape)
     elif target is ops.split_gated_norm:
         size, dtype = _count(x.shape[:-1]) * node.args[6], torch.float32  # type: ignore[operator]
     return [Collective(name, phase, str(node.args[-2]), size, dtype, target.__name__, module_path(node), node.name)]  # type: ignore

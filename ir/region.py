@@ -20,6 +20,7 @@ from latentscan.ir.axes import (
     Placement,
     Units,
     draws,
+    is_einsum,
     is_matmul,
     is_pointwise,
     is_reduction,
@@ -28,6 +29,7 @@ from latentscan.ir.axes import (
     producer,
     results,
     tensor_inputs,
+    through_einsum,
     through_layout,
     through_matmul,
     through_pointwise,
@@ -169,6 +171,8 @@ class _Growth:
             return REDUCTION, through_reduction(graph, op, placed)
         if is_matmul(op):
             return self.matmul(op)
+        if is_einsum(op):
+            return MATMUL, through_einsum(op, placed)
         if picks_rows(graph, op):
             return CARRY, self.gather(op)
         if op.target == "size" and op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else None) is not None:

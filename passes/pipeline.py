@@ -29,6 +29,7 @@ REGISTRY: dict[str, str] = {
     "latent-cache": "latentscan.passes.latent_cache:LatentCache",
     "mla-absorb": "latentscan.passes.mla_absorb:MlaAbsorb",
     "tensor-parallel": "latentscan.passes.tensor_parallel:TensorParallel",
+    "sequence-parallel": "latentscan.passes.sequence_parallel:SequenceParallel",
     "fuse-mamba": "latentscan.lowering.fuse_mamba:FuseMamba",
     "sparse-attention": "latentscan.passes.sparse_attention:SparseAttention",
     "mla-swap-core-attn-out": "latentscan.passes.mla_swap_core_attn_out:MlaSwapCoreAttnOut",

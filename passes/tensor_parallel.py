@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from latentscan.ir.axes import AxisError, Placement, Units, is_matmul, results
+from latentscan.ir.axes import AxisError, Placement, Units, is_einsum, is_matmul, results
 from latentscan.ir.errors import MeshError
 from latentscan.ir.graph import Graph, module_path
-from latentscan.ir.layout import linear_of
+from latentscan.ir.layout import is_layout, linear_of
 from latentscan.ir.mesh import Axis, shares
 from latentscan.ir.mla import argument
 from latentscan.ir.normalize import ATTENTION as ATTENTION_OP
@@ -113,8 +113,25 @@ def _heads(graph: Graph, anchor: fx.Node) -> tuple[fx.Node, int, int]:
         heads = next(leaf for place, leaf in results(anchor) if place == (0,))
         shape = graph.shape(argument(anchor, "B"))  # type: ignore[arg-type]
         return heads, int(graph.shape(heads)[-2]), int(shape[-2])
-    _, keys, _ = attention_operands(anchor)
+    query, keys, _ = attention_operands(anchor)
+    if anchor.target is LATENT_ATTENTION:
+        return anchor, int(graph.shape(anchor)[1]), _absorbed_groups(graph, query) or int(graph.shape(anchor)[1])
     return anchor, int(graph.shape(anchor)[1]), max([int(graph.shape(k)[1]) for k in keys] or [1])
+
+
+def _absorbed_groups(graph: Graph, query: fx.Node) -> int | None:
+    """KV groups of an absorbed attention: its queries come from an einsum with one up-projection a group."""
+    stack, seen = [query], set()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if is_einsum(node) and len(graph.shape(node.args[2])) == 3:  # type: ignore[arg-type]
+            return int(graph.shape(node.args[2])[0])  # type: ignore[arg-type]
+        if is_layout(node):
+            stack.extend(n for n in node.all_input_nodes if isinstance(graph.value(n), (torch.Tensor, tuple, list)))
+    return None
 
 
 def region_at(graph: Graph, anchor: fx.Node, axis: Axis) -> Region:

@@ -13,7 +13,7 @@ from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
 from latentscan.ir.order import Collective, check_order
 
-PARALLEL = ("tensor-parallel",)  # passes that need a mesh, and leave a rank its part of the weights
+PARALLEL = ("tensor-parallel", "sequence-parallel")  # passes that need a mesh, and leave a rank its part of the weights
 SEQUENCE = ("mamba-context-parallel", "ulysses")  # passes that need one, and leave a rank its part of the tokens
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def launch(
-    world: int, cases: list[dict[str, Any]], folder: Path, *, timeout: float = 300
+    world: int, cases: list[dict[str, Any]], folder: Path, *, timeout: float = 900
 ) -> list[list[dict[str, Any]]]:
     """Run cases (see :mod:`worker`) one after the other on ``world`` processes.
 

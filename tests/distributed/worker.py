@@ -60,11 +60,25 @@ def without(graph: Any, number: int) -> None:
     """Sabotage: the collective of that number is gone, on every rank."""
     found = [n for n in graph.nodes if n.target in collectives.COLLECTIVES]
     node = found[number]
-    if node.target is collectives.split_gated_norm:
-        node.target = local_norm
+    replacement = {
+        collectives.split_gated_norm: local_norm,
+        collectives.embed_rows: local_embedding,
+        collectives.gather_last: local_logits,
+    }.get(node.target)
+    if replacement is not None:
+        node.target = replacement
         return
     node.replace_all_uses_with(node.args[0])
     graph.graph.erase_node(node)
+
+
+def local_embedding(ids: Any, weight: Any, start: int, stop: int, *_: Any) -> torch.Tensor:
+    here = (ids >= start) & (ids < stop)
+    return torch.nn.functional.embedding(torch.where(here, ids - start, 0), weight) * here.unsqueeze(-1)
+
+
+def local_logits(x: torch.Tensor, sizes: list[int], rank: int, *_: Any) -> torch.Tensor:
+    return torch.cat([x if r == rank else x.new_zeros(*x.shape[:-1], n) for r, n in enumerate(sizes)], -1)
 
 
 def local_norm(*args: Any) -> torch.Tensor:
@@ -111,18 +125,24 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     held = sum(p.numel() for p in one.parameters())
     model = wrap(copy.deepcopy(one), case.get("pipeline", "tensor-parallel"), mesh=case.get("mesh", f"tp={world}"))
     kept = session_module.Executable
-    if "drop" in case:
+    droppable = []
 
-        class Dropping(kept):  # type: ignore[valid-type, misc]
-            def __init__(self, program: Any, *args: Any) -> None:
-                without(program.graph, case["drop"])
-                super().__init__(program, *args)
+    class Dropping(kept):  # type: ignore[valid-type, misc]
+        """Counts the collectives of each graph, and leaves one out."""
 
-        session_module.Executable = Dropping  # type: ignore[misc]
+        def __init__(self, program: Any, *args: Any) -> None:
+            graph = program.forced(False).graph
+            droppable.append(sum(n.target in collectives.COLLECTIVES for n in graph.nodes))
+            if "drop" in case:
+                without(graph, case["drop"])
+            super().__init__(program, *args)
+
+    session_module.Executable = Dropping  # type: ignore[misc]
     try:
         result = compare(case, model, one)
     finally:
         session_module.Executable = kept  # type: ignore[misc]
+    result["droppable"] = droppable[0] if droppable else 0
     result["held"] = sum(p.numel() for p in model.parameters()), held
     for what in case.get("do", ()):
         more(what, model, one, result, rank)
