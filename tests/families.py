@@ -17,6 +17,9 @@ FAMILIES = (
     "minicpm3", "mamba2", "bamba", "falcon_h1", "nemotron_h", "zamba2", "granitemoehybrid",
 )  # fmt: skip
 
+# Kin of what the fast suite has already: their tests are slow ones.
+KIN = ("phi", "stablelm", "mpt", "falcon", "olmo2", "cohere2", "gpt_oss", "bloom")
+
 LOW_RANK = "mha-to-mla{rank=16,rope_dim=8}"
 PIPELINES = (
     "mha-to-mla",

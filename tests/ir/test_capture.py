@@ -25,11 +25,15 @@ from latentscan.tests.runtime.helpers import NO_DROPOUT, distance, tokens
 torch.set_num_threads(1)
 
 SCAN1, SCAN2 = ("causal_conv1d", "selective_scan"), ("causal_conv1d", "chunk_scan", "gated_rms_norm")
-# Family -> how often each canonical op is in its graph. DeepSeek-V2 rotates complex numbers, OPT and GPT-2 nothing.
+# Family -> how often each canonical op is in its graph. DeepSeek-V2 rotates complex numbers, OPT and GPT-2 nothing;
+# GPT-J, Cohere and gpt-oss rotate in functions of their own. BLOOM and MPT write attention out, with a dense mask.
 OPS: dict[str, dict[str, int]] = {
     **{f: {"attention": 2, "rope": 4} for f in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3")},
     **{f: {"attention": 2, "rope": 4} for f in ("gpt_neox", "deepseek_v3", "minicpm3")},
-    **{f: {"attention": 2} for f in ("gpt2", "opt", "deepseek_v2")},
+    **{f: {"attention": 2, "rope": 4} for f in ("phi", "stablelm", "falcon", "olmo2")},
+    **{f: {"attention": 2} for f in ("gpt2", "opt", "deepseek_v2", "gptj", "cohere2", "gpt_oss")},
+    **{f: {"attention": 2, "causal_mask": 1} for f in ("bloom", "mpt")},
+    "smollm3": {"attention": 2, "rope": 2},
     "kimi_linear": {"attention": 1, "causal_conv1d": 1},
     "olmo_hybrid": {"attention": 1, "rope": 2, "causal_conv1d": 1},
     "qwen3_next": {"attention": 1, "rope": 2, "causal_conv1d": 3},

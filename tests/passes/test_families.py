@@ -11,7 +11,7 @@ from latentscan.passes.base import Context, Refusal
 from latentscan.passes.pipeline import parse
 from latentscan.runtime.tiny import build
 from latentscan.runtime.wrap import planning_graph
-from latentscan.tests.families import FAMILIES, PAGE, PIPELINES, row
+from latentscan.tests.families import FAMILIES, KIN, PAGE, PIPELINES, row
 
 
 def committed() -> dict[str, list[str]]:
@@ -28,7 +28,7 @@ def test_the_table_names_every_family_and_pipeline() -> None:
     assert all(len(cells) == len(PIPELINES) for cells in committed().values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in KIN else ()) for f in FAMILIES])
 def test_the_table_is_true(family: str) -> None:
     assert row(family) == committed()[family]
 

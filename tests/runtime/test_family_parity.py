@@ -9,7 +9,7 @@ import torch
 
 import latentscan
 from latentscan.runtime.tiny import build
-from latentscan.tests.families import FAMILIES, PIPELINES
+from latentscan.tests.families import FAMILIES, KIN, PIPELINES
 from latentscan.tests.passes.test_families import committed
 
 # What `docs/families.md` says applies, in pipeline order, without the approximate form.
@@ -44,8 +44,6 @@ EXACT = {
     "zamba2": "mha-to-mla,latent-cache",
     "granitemoehybrid": "mha-to-mla,latent-cache",
 }
-# Kin of what the fast suite has already.
-SLOW = ("phi", "stablelm", "mpt", "falcon", "olmo2", "cohere2", "gpt_oss")
 NO_DROPOUT = {
     "gptj": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "bloom": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
@@ -83,7 +81,7 @@ def _applied(cell: str) -> bool:
     return cell != "nothing" and not cell.startswith("refused")
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in SLOW else ()) for f in FAMILIES])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow if f in KIN else ()) for f in FAMILIES])
 def test_forward_gradients_and_generate_equal_eager(family: str) -> None:
     overrides = NO_DROPOUT.get(family, {})
     eager, wrapped = build(family, **overrides), build(family, **overrides)
