@@ -201,9 +201,11 @@ def test_the_pairs_that_rotate_fast_keep_their_rotation(frequencies, pairs):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("llama", "rank=54,rope_dim=10"), ("llama", "rank=34,rope_dim=30"), ("qwen2", "rank=54,rope_dim=10"),
+        ("llama", "rank=54,rope_dim=10"), ("qwen2", "rank=54,rope_dim=10"),
+        pytest.param("llama", "rank=34,rope_dim=30", marks=pytest.mark.slow),
         ("phi3", "rank=54,rope_dim=10"), ("llama", "rank=48,rope_dim=16,method=transmla"),
-        ("qwen2", "rank=48,rope_dim=16,method=transmla"), ("gemma2", "rank=54,rope_dim=10"),
+        pytest.param("qwen2", "rank=48,rope_dim=16,method=transmla", marks=pytest.mark.slow),
+        ("gemma2", "rank=54,rope_dim=10"),
     ],
 )  # fmt: skip
 def test_a_shared_rotated_key_of_full_rank_without_rotation_is_exact(family, options):
