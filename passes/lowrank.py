@@ -300,8 +300,12 @@ def choose_pairs(heads: Heads, inputs: Inputs, method: Method, count: int) -> li
 
 
 def plain_pairs(pairs: list[int], kv_heads: int, total: int) -> list[int]:
-    """The pairs of which something is left that does not rotate."""
-    return [p for p in range(total) if pairs.count(p) < kv_heads]
+    """The pairs that have a part without rotation.
+
+    With one KV head those that rotate have none. With several it depends on the data whether something is left: all
+    pairs have one, so that sizes follow from the options alone.
+    """
+    return [p for p in range(total) if p not in pairs] if kv_heads == 1 else list(range(total))
 
 
 @dataclass(frozen=True)

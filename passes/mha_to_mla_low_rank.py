@@ -202,7 +202,8 @@ def apply_low_rank(options: MhaToMla, graph: Graph, site: Site, context: Context
     if shared:
         half = width // 2
         turned = pairs + [p + half for p in pairs]
-        left = lowrank.plain_pairs(pairs, kv_heads, half) if site.facts["method"] != "transmla" else list(range(half))
+        by_loss = lowrank.METHODS[str(site.facts["method"])].by_loss
+        left = lowrank.plain_pairs(pairs, kv_heads, half) if by_loss else list(range(half))
         n_plain, rope_heads = 2 * len(left), 1
         query_plain, query_rotated = list(range(n_plain)), list(range(n_plain, n_plain + len(turned)))
     else:

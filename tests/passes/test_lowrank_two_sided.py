@@ -86,12 +86,14 @@ def test_mixing_heads_per_frequency_commutes_with_rotation(unitary):
     method = dataclasses.replace(TWO_SIDED, unitary=unitary, centred=False)
     pairs = sorted([0, 1, 2, 3] * GROUPS)
     problem = decouple(of, inputs(), method, pairs)
-    assert problem.query.shape == (HEADS, 2 * len(pairs), D + 1)
+    assert problem.query.shape == (HEADS, WIDTH + 2 * len(pairs), D + 1)
+    assert float(problem.key.abs().max()) < 1e-13  # nothing is left for the latent
+    query = problem.query[:, WIDTH:]
     want = scores(of.query, of.key, x, FREQUENCIES)
-    got = scores(problem.query, problem.rope[None], x, FREQUENCIES[pairs])
+    got = scores(query, problem.rope[None], x, FREQUENCIES[pairs])
     assert close(got, want) < 1e-13  # sums of 8 products of order 1 in fp64
     wrong = problem.rope[torch.randperm(2 * len(pairs), generator=torch.Generator().manual_seed(1))]
-    assert close(scores(problem.query, wrong[None], x, FREQUENCIES[pairs]), want) > 1e-2
+    assert close(scores(query, wrong[None], x, FREQUENCIES[pairs]), want) > 1e-2
 
 
 @settings(deadline=None, max_examples=20)
@@ -182,7 +184,8 @@ def test_components_go_to_where_rotation_counts():
     kept = sum(float(energies[p, : pairs.count(p)].sum()) for p in set(pairs))
     assert kept == pytest.approx(best)
     assert pairs == sorted(pairs)
-    assert plain_pairs([0, 0, 1, 3], GROUPS, 4) == [1, 2, 3]
+    assert plain_pairs([0, 0, 1, 3], GROUPS, 4) == [0, 1, 2, 3]
+    assert plain_pairs([1, 3], 1, 4) == [0, 2]
 
 
 def test_a_pair_that_no_query_reads_keeps_no_rotation():

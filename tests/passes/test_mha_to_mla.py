@@ -201,9 +201,11 @@ def test_the_pairs_that_rotate_fast_keep_their_rotation(frequencies, pairs):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("llama", "rank=54,rope_dim=10"), ("llama", "rank=34,rope_dim=30"), ("qwen2", "rank=54,rope_dim=10"),
+        ("llama", "rank=54,rope_dim=10"), ("qwen2", "rank=54,rope_dim=10"),
+        pytest.param("llama", "rank=34,rope_dim=30", marks=pytest.mark.slow),
         ("phi3", "rank=54,rope_dim=10"), ("llama", "rank=48,rope_dim=16,method=transmla"),
-        ("qwen2", "rank=48,rope_dim=16,method=transmla"), ("gemma2", "rank=54,rope_dim=10"),
+        pytest.param("qwen2", "rank=48,rope_dim=16,method=transmla", marks=pytest.mark.slow),
+        ("gemma2", "rank=54,rope_dim=10"),
     ],
 )  # fmt: skip
 def test_a_shared_rotated_key_of_full_rank_without_rotation_is_exact(family, options):
@@ -242,6 +244,25 @@ def test_components_that_keep_their_rotation_are_exact_where_only_they_carry_it(
     before = probe.forward(graph)
     error = compare(before, probe.forward(program.graph, before), None).modules[f"{ATTN}.o_proj"]
     assert error < 1e-6  # the library makes its cosine table in fp32
+
+
+@pytest.mark.parametrize("method", ["two-sided", "pca", "transmla"])
+def test_one_key_head_for_all_is_served(method):
+    """MQA: what rotates is whole, and exact; the rest shares the latent with the values."""
+    tiny = build("llama", num_hidden_layers=1, num_key_value_heads=1).double()
+    for name, b in tiny.named_buffers():
+        if name.endswith("inv_freq"):
+            b[4:] = 0  # the slow half of the pairs stands still
+    passes = parse(f"mha-to-mla{{rank=24,rope_dim=8,method={method}}}")
+    context = Context(statistics=statistics_for(tiny, passes, TEXT), own_parameters=True)
+    graph = planning_graph(tiny)
+    program = run(graph.copy(), passes, context)
+    probe = Probe(tiny, graph)
+    before = probe.forward(graph)
+    error = compare(before, probe.forward(program.graph, before), None).modules[f"{ATTN}.o_proj"]
+    assert (error < 1e-6) == (method != "transmla")  # which folds two frequencies into one instead of choosing
+    if method == "two-sided":
+        assert program.records[0].sites[0].facts["pairs"] == "0|1|2|3"
 
 
 @pytest.mark.parametrize("method", ["two-sided", "pca"])

@@ -75,7 +75,7 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
     assert {t.dtype for t in tensors(many)} == {torch.float64}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow), "phi3", "gemma2"])
 def test_attention_is_the_model_s_own(family):
     """Weights and distances against the probabilities that the library's eager attention gives.
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from latentscan.passes.mha_to_mla import MhaToMla
 from latentscan.passes.pipeline import parse
 from latentscan.runtime.calibration import statistics_for
 from latentscan.runtime.wrap import planning_graph, wrap
@@ -41,6 +42,7 @@ def test_cells_keep_their_cut():
         assert rank + rope_dim == cut, method
         for allocation in low_rank.ALLOCATIONS:
             (found,) = parse(low_rank.pipeline(method, cut, allocation))
+            assert isinstance(found, MhaToMla)
             assert (found.method, found.allocation, found.rank) == (method, allocation, rank)
 
 
