@@ -18,6 +18,7 @@ from latentscan.kernels.triton.mamba_common import (
     check_activation,
     check_shape,
     check_tensors,
+    on_device,
     power_of_two,
     sigmoid,
     silu_gradient,
@@ -344,6 +345,7 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if tensor is None else tuple(tensor.stride())
 
 
+@on_device
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, init_state: Tensor | None = None,
     seq_idx: Tensor | None = None, *, activation: str = "none",
@@ -378,6 +380,7 @@ def causal_conv1d(
     return y, final
 
 
+@on_device
 def causal_conv1d_backward(
     dy: Tensor | None, dfinal_state: Tensor | None,
     x: Tensor, weight: Tensor, bias: Tensor | None = None, init_state: Tensor | None = None,
@@ -417,6 +420,7 @@ def causal_conv1d_backward(
     return dx, dweight, absent(x) if bias is None else sums[4].to(bias.dtype), dinit
 
 
+@on_device
 def conv_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none",
     inplace: bool = False, state_indices: Tensor | None = None,
