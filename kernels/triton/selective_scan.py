@@ -308,7 +308,7 @@ def selective_scan(
     final = torch.empty((batch, channels, d_state), dtype=torch.float32, device=u.device)
     if not y.numel():
         return y.transpose(1, 2), final.zero_() if init_state is None else final.copy_(init_state)
-    chunk = sizes.chunk(_WALKERS, 32, 1024)
+    chunk = sizes.chunk(_WALKERS, 64, 1024)
     chunks = cdiv(length, chunk)
     D, delta_bias = (None if t is None else t.contiguous() for t in (D, delta_bias))
 
