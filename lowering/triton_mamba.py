@@ -48,8 +48,10 @@ def _kernel(name: str, **fixed: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         module = importlib.import_module(f"latentscan.kernels.triton.{_MODULES[name]}")
+        device = next(a for a in args if isinstance(a, torch.Tensor)).device.type
         try:
-            return getattr(module, name)(*args, **kwargs, **fixed)
+            with torch.autocast(device, enabled=False):
+                return getattr(module, name)(*args, **kwargs, **fixed)
         except ValueError as error:
             raise KernelError(str(error), where=f"{name} (triton)") from error
 

@@ -18,6 +18,7 @@ from latentscan.kernels.triton.mamba_common import (
     check_activation,
     check_shape,
     check_tensors,
+    on_device,
     power_of_two,
     sigmoid,
     silu_gradient,
@@ -123,10 +124,9 @@ def _changed(seq_row, ssl, t, length, HAS_SEQ: tl.constexpr):
 
 
 @triton.jit
-def _ahead(row, t, length, in_d, stride):
-    """Values at tokens t [S], in their own dtype; zero outside the row."""
-    ok = ((t >= 0) & (t < length))[:, None] & in_d
-    return tl.load(row + t.to(tl.int64)[:, None] * stride, mask=ok, other=0.0)
+def _ahead(at, t, length, in_d):
+    """Values at tokens t [S], whose addresses are ``at``, in their own dtype; zero outside the row."""
+    return tl.load(at, mask=((t >= 0) & (t < length))[:, None] & in_d, other=0.0)
 
 
 @triton.jit
@@ -198,14 +198,20 @@ def _backward_kernel(
     s3 = tl.zeros([S, BD], tl.float32)
     sb = tl.zeros([S, BD], tl.float32)
     out_row = dx_ptr + b * sob + d64[None, :] * sod
-    # Loads run two tokens ahead: one token at a time does not fill the way to memory.
-    xa = _ahead(x_row, start, length, in_d, sxl)
-    xb = _ahead(x_row, start + 1, length, in_d, sxl)
+    # Loads run two tokens ahead: one token at a time does not fill the way to memory. Addresses move on by strides.
+    start64 = start.to(tl.int64)[:, None]
+    x_at = x_row + start64 * sxl
+    dy_at = dy_row + start64 * syl
+    out_at = out_row + (start64 - 3) * sol
+    xa = _ahead(x_at, start, length, in_d)
+    xb = _ahead(x_at + sxl, start + 1, length, in_d)
+    x_at += 2 * tl.cast(sxl, tl.int64)
     ga = xa
     gb = xb
     if HAS_DY:
-        ga = _ahead(dy_row, start, length, in_d, syl)
-        gb = _ahead(dy_row, start + 1, length, in_d, syl)
+        ga = _ahead(dy_at, start, length, in_d)
+        gb = _ahead(dy_at + syl, start + 1, length, in_d)
+        dy_at += 2 * tl.cast(syl, tl.int64)
     for i in range(T + 3):
         t = start + i
         c0 = _changed(seq_row, ssl, t, length, HAS_SEQ)
@@ -218,10 +224,12 @@ def _backward_kernel(
             g = ga.to(tl.float32)
         xa = xb
         ga = gb
-        xb = _ahead(x_row, tl.where(i + 2 < T + 3, t + 2, length), length, in_d, sxl)
+        xb = _ahead(x_at, t + 2, length, in_d)
+        x_at += sxl
         gb = xb
         if HAS_DY:
-            gb = _ahead(dy_row, tl.where(i + 2 < T + 3, t + 2, length), length, in_d, syl)
+            gb = _ahead(dy_at, t + 2, length, in_d)
+            dy_at += syl
         if HAS_SEQ:
             x1 = tl.where(c0[:, None], 0.0, x1)
             x2 = tl.where(c0[:, None], 0.0, x2)
@@ -252,7 +260,7 @@ def _backward_kernel(
             ).to(tl.float32)  # fmt: skip
             a3 += tl.where((c1 | c2)[:, None], 0.0, last)
         tl.store(
-            out_row + q.to(tl.int64)[:, None] * sol, a3.to(dx_ptr.dtype.element_ty),
+            out_at, a3.to(dx_ptr.dtype.element_ty),
             mask=(mine & (q >= 0))[:, None] & in_d,
         )  # fmt: skip
         if HAS_INIT:
@@ -260,6 +268,7 @@ def _backward_kernel(
                 dinit_ptr + (b * channels + d64[None, :]) * (W - 1) + (q + W - 1)[:, None],
                 a3.to(dinit_ptr.dtype.element_ty), mask=(mine & (q < 0))[:, None] & in_d,
             )  # fmt: skip
+        out_at += sol
         a3, a2, a1 = a2, a1, g * w0
         x3, x2, x1 = x2, x1, x0
         c2, c1 = c1, c0
@@ -344,6 +353,7 @@ def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if tensor is None else tuple(tensor.stride())
 
 
+@on_device
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, init_state: Tensor | None = None,
     seq_idx: Tensor | None = None, *, activation: str = "none",
@@ -378,6 +388,7 @@ def causal_conv1d(
     return y, final
 
 
+@on_device
 def causal_conv1d_backward(
     dy: Tensor | None, dfinal_state: Tensor | None,
     x: Tensor, weight: Tensor, bias: Tensor | None = None, init_state: Tensor | None = None,
@@ -417,6 +428,7 @@ def causal_conv1d_backward(
     return dx, dweight, absent(x) if bias is None else sums[4].to(bias.dtype), dinit
 
 
+@on_device
 def conv_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "none",
     inplace: bool = False, state_indices: Tensor | None = None,

@@ -16,6 +16,7 @@ from latentscan.kernels.triton.mamba_common import (
     cdiv,
     check_shape,
     check_tensors,
+    on_device,
     power_of_two,
     sigmoid,
 )
@@ -153,6 +154,7 @@ def _check(x: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> int:
     return channels // group_size
 
 
+@on_device
 def gated_rms_norm(
     x: Tensor, z: Tensor | None, weight: Tensor, *, eps: float, group_size: int, norm_before_gate: bool
 ) -> Tensor:
@@ -182,6 +184,7 @@ def gated_rms_norm(
     return y
 
 
+@on_device
 def gated_rms_norm_backward(
     dy: Tensor | None, x: Tensor, z: Tensor | None, weight: Tensor,
     *, eps: float, group_size: int, norm_before_gate: bool, out: Tensor | None = None,

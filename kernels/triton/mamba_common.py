@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -34,6 +36,20 @@ def silu_gradient(x):
     """Derivative of x·sigmoid(x)."""
     s = sigmoid(x)
     return s * (1.0 + x * (1.0 - s))
+
+
+def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with the device of its first tensor current: Triton launches on the current one."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if first is None or not first.is_cuda or first.device.index == torch.cuda.current_device():
+            return function(*args, **kwargs)
+        with torch.cuda.device(first.device):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def check_activation(activation: str) -> None:

@@ -7,9 +7,12 @@ they belong in the projection's gradient.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from latentscan.kernels.reference import ssm, ssm_mixer
 from latentscan.kernels.triton.causal_conv1d import causal_conv1d, causal_conv1d_backward
@@ -17,11 +20,20 @@ from latentscan.kernels.triton.gated_rms_norm import gated_rms_norm, gated_rms_n
 
 
 def _scan() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The chunk scan's kernels, or the reference where this build has none."""
+    """The chunk scan's kernels; the reference for sizes that they refuse, and where this build has none."""
     if importlib.util.find_spec("latentscan.kernels.triton.chunk_scan") is None:
         return ssm.chunk_scan, ssm.chunk_scan_backward
     module: Any = importlib.import_module("latentscan.kernels.triton.chunk_scan")
-    return module.chunk_scan, module.chunk_scan_backward
+
+    def forward(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *args: Any, **options: Any) -> Any:
+        chosen = ssm if module.refusal(x, B) else module
+        return chosen.chunk_scan(x, dt, A, B, *args, **options)
+
+    def backward(dy: Any, dstate: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *args: Any, **options: Any) -> Any:
+        chosen = ssm if module.refusal(x, B) else module
+        return chosen.chunk_scan_backward(dy, dstate, x, dt, A, B, *args, **options)
+
+    return forward, backward
 
 
 @functools.cache

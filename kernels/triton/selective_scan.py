@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latentscan.kernels.triton.mamba_common import cdiv, check_shape, check_tensors, power_of_two, sigmoid, softplus
+from latentscan.kernels.triton.mamba_common import (
+    cdiv,
+    check_shape,
+    check_tensors,
+    on_device,
+    power_of_two,
+    sigmoid,
+    softplus,
+)
 
 BD = 32  # channels of a block: the lanes of a warp, so that sums over states stay inside a thread
 MAX_STATES = 256
@@ -276,6 +284,7 @@ def strides(tensor: Tensor | None, count: int) -> tuple[Any, ...]:
     return (0,) * count if tensor is None else tuple(tensor.stride())
 
 
+@on_device
 def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
@@ -299,7 +308,7 @@ def selective_scan(
     final = torch.empty((batch, channels, d_state), dtype=torch.float32, device=u.device)
     if not y.numel():
         return y.transpose(1, 2), final.zero_() if init_state is None else final.copy_(init_state)
-    chunk = sizes.chunk(_WALKERS, 32, 1024)
+    chunk = sizes.chunk(_WALKERS, 64, 1024)
     chunks = cdiv(length, chunk)
     D, delta_bias = (None if t is None else t.contiguous() for t in (D, delta_bias))
 

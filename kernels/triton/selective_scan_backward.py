@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latentscan.kernels.triton.mamba_common import absent, cdiv, check_shape, sigmoid, silu_gradient, softplus
+from latentscan.kernels.triton.mamba_common import (
+    absent,
+    cdiv,
+    check_shape,
+    on_device,
+    sigmoid,
+    silu_gradient,
+    softplus,
+)
 from latentscan.kernels.triton.selective_scan import BD, ahead, check, local_kernel, pass_kernel, strides
 
 CHUNK = 32  # tokens
@@ -146,6 +154,7 @@ def _walk_kernel(
     tl.store(dbias_ptr + tl.cast(k, tl.int64) * channels + d64, dbias, mask=in_d)
 
 
+@on_device
 def selective_scan_backward(
     dy: Tensor | None, dfinal_state: Tensor | None,
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor,

@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from latentscan.kernels.triton.mamba_common import cdiv, check_shape, check_tensors, power_of_two, sigmoid, softplus
+from latentscan.kernels.triton.mamba_common import (
+    cdiv,
+    check_shape,
+    check_tensors,
+    on_device,
+    power_of_two,
+    sigmoid,
+    softplus,
+)
 
 _BLOCK = 2048  # elements of the state that a program holds
 
@@ -110,6 +118,7 @@ def _kernel(
     tl.store(y_ptr + (b * heads + h64) * head_dim + p64, y.to(y_ptr.dtype.element_ty), mask=given)
 
 
+@on_device
 def state_update(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,

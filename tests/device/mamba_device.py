@@ -404,6 +404,45 @@ def library_scan() -> None:
     )
 
 
+def mixer_times() -> None:
+    """A 2.7B mixer between its projections, forward and backward: as one op, and as separate ones with joined pieces."""
+    if importlib.util.find_spec("latentscan.kernels.triton.chunk_scan") is None:
+        say("mixer: this tree has no chunk_scan kernel")
+        return
+    from latentscan.kernels.triton import mamba_mixer as mixer
+
+    heads, dim, states, length = 80, 64, 128, 32768
+    inner = heads * dim
+    row = rnd(1, length, 2 * inner + 2 * states + heads)
+    w, bias, norm_weight = rnd(inner + 2 * states, 4), rnd(inner + 2 * states), rnd(inner)
+    A, D, dt_bias = -rnd(heads, dtype=FP32).abs(), rnd(heads, dtype=FP32), rnd(heads, dtype=FP32) - 4
+    steps = {"chunk_size": 256, "dt_softplus": True, "dt_min": 0.0, "dt_max": float("inf")}
+    o = {"eps": 1e-5, "group_size": inner, "norm_before_gate": False}
+    shape = {"heads": heads, "head_dim": dim, "groups": 1, "d_state": states, "activation": "silu"}
+    args, dout = (row, w, bias, A, D, dt_bias, norm_weight, None), rnd(1, length, inner)
+    parts = mixer.parts()
+
+    def fused() -> Any:
+        out, _, y = mixer.mamba_mixer(*args, **shape, **steps, **o)
+        return mixer.mamba_mixer_backward(dout, None, y, *args, **shape, **steps, **o), out
+
+    def separate() -> Any:
+        z, mixed, dt = row.split([inner, inner + 2 * states, heads], -1)
+        conved, _ = parts.conv(mixed, w, bias, activation="silu")
+        x, B, C = conved.split([inner, states, states], -1)
+        scanned = (x.unflatten(-1, (heads, dim)), dt, A, B[:, :, None], C[:, :, None], D, None, dt_bias)
+        y, _ = parts.scan(*scanned, None, None, None, **steps)
+        out = parts.norm(y.flatten(2), z, norm_weight, **o)
+        dy, dz, _ = parts.norm_backward(dout, y.flatten(2), z, norm_weight, **o)
+        dx, ddt, _, dB, dC, *_ = parts.scan_backward(dy.unflatten(-1, (heads, dim)), None, *scanned, **steps)
+        joined = torch.cat([dx.flatten(2), dB.flatten(2), dC.flatten(2)], -1)
+        dmixed = parts.conv_backward(joined, None, mixed, w, bias, activation="silu")[0]
+        return torch.cat([dz, dmixed, ddt], -1), out
+
+    ours, theirs = median(fused, 2, 3), median(separate, 2, 3)
+    say(f"mixer 2.7B L{length} forward + backward: one op {ours:.3f} ms, separate {theirs:.3f} ms")
+
+
 def far_offsets() -> None:
     """A row of tokens whose strides pass 2^31 elements: views of one 9 GB buffer (bf16)."""
     if WARM:
@@ -443,6 +482,7 @@ def cases() -> Iterator[tuple[Callable[..., None], tuple[Any, ...]]]:
     yield conv_times, (False,)
     yield conv_times, (True,)
     yield conv_packed_times, ()
+    yield mixer_times, ()
     yield norm_times, (False, 5120, 5120)
     yield norm_times, (True, 5120, 5120)
     yield norm_times, (False, 8192, 1024)

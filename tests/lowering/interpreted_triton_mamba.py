@@ -13,6 +13,8 @@ from latentscan.ir.ops import functional
 from latentscan.kernels.triton import causal_conv1d as conv
 from latentscan.lowering import select, triton_mamba
 from latentscan.runtime.door import session_of
+from latentscan.runtime.wrap import wrap
+from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import distance, pair, tokens, worst_gradient
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run by test_triton_mamba.py"
@@ -80,6 +82,15 @@ def test_generate_equals_eager_and_writes_states_in_place(family):
     assert {"conv_update_", "state_update_"} <= names()
     assert not {"conv_update", "state_update"} & names()
     assert session_of(model) is not None
+
+
+def test_inductor_takes_the_ops_and_the_written_states():
+    model, eager = build("mamba2", num_hidden_layers=1), build("mamba2", num_hidden_layers=1)
+    wrap(model, "fuse-mamba", inductor=True)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    want = eager.generate(tokens(2, 7), **options)
+    assert model.generate(tokens(2, 7), **options).tolist() == want.tolist()
+    assert {"mamba_mixer", "conv_update_", "state_update_"} <= names()
 
 
 def test_a_state_that_is_read_before_it_is_copied_is_not_written_in_place():
