@@ -196,6 +196,29 @@ def diff_verb(
     typer.echo(diff(str(folder), name))
 
 
+@app.command("bench")
+def bench_verb(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="ssd: the Mamba-2 chunk scan.")],
+    shape: Annotated[
+        str, typer.Option(help="mamba2-2.7b, nemotron-h-8b, bamba-9b or heads,head_dim,groups,d_state.")
+    ] = ("mamba2-2.7b"),
+    seq: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 32768,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Time, floors, peak memory and error of a kernel on this machine, beside peers that are installed."""
+    if name != "ssd":
+        raise typer.BadParameter(f"there is no benchmark {name!r}; there is: ssd")
+    with progress("measuring") as step:
+        from latentscan.tools import bench_ssd
+
+        data = bench_ssd.bench_ssd(shape, seq=seq, batch=batch, step=step)
+    if as_json:
+        print_json(data)
+    else:
+        bench_ssd.show(data, stdout())
+
+
 def stdout() -> Any:
     """A console on stdout; where that is no terminal, as wide as its texts need."""
     from rich.console import Console
