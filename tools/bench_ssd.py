@@ -43,7 +43,7 @@ def bench_ssd(
 
     ins = inputs(batch, seq, *sizes)
     dy = torch.randn_like(ins["x"])
-    options = {"chunk_size": 128, "dt_softplus": True}
+    options: dict[str, Any] = {"chunk_size": 128, "dt_softplus": True}
 
     def forward() -> Any:
         return ours.chunk_scan(**ins, **options)
