@@ -24,18 +24,16 @@ SHARED = {"sm_90": 227 << 10, "sm_80": 163 << 10}  # bytes that a program may ha
 CLASSES: dict[str, tuple[tuple[int, int, int, int, int], torch.dtype, tuple[str, ...]]] = {
     "Mamba-2 2.7B: H 80, P 64, G 1, N 128, bf16": ((32768, 80, 64, 1, 128), torch.bfloat16, ("D",)),
     "the same with z and an initial state": ((32768, 80, 64, 1, 128), torch.bfloat16, ("D", "z", "init_state")),
-    "Nemotron-H 8B: H 128, P 64, G 8, N 128, bf16": ((32768, 128, 64, 8, 128), torch.bfloat16, ("D",)),
-    "H 32, P 128, G 1, N 64, bf16": ((8192, 32, 128, 1, 64), torch.bfloat16, ("D",)),
     "H 24, P 80, G 2, N 48, bf16": ((8192, 24, 80, 2, 48), torch.bfloat16, ("D",)),
     "H 24, P 64, G 1, N 64, fp32": ((8192, 24, 64, 1, 64), torch.float32, ("D",)),
 }
 
 HEAD = """# The chunk scan's kernels, as compiled
 
-Every shipped choice of tiles (`kernels/triton/chunk_configs.py`), compiled ahead of time with Triton {version}: warps of
-a program, registers a thread, bytes of stack a thread (spills), bytes of shared memory a program. Kernels in Gluon are
-for Hopper alone. Written by `python -m latentscan.tests.kernel_table`; a test keeps it true for this version of
-Triton, and compiles everything with any other.
+Shipped choices of tiles (`kernels/triton/chunk_configs.py`) by class of shape, compiled ahead of time with
+Triton {version}: warps of a program, registers a thread, bytes of stack a thread (spills), bytes of shared memory a
+program. Kernels in Gluon are for Hopper alone. Written by `python -m latentscan.tests.kernel_table`; a test keeps it
+true for this version of Triton, and compiles everything with any other.
 """
 
 

@@ -11,7 +11,7 @@ from latentscan.kernels.triton.chunk_configs import Hopper
 from latentscan.tests.device.ssd_device import NUMERICS
 from latentscan.tests.kernels.chunk_scan_checks import errors
 
-# bf16: the bar that is set for gradients, a few roundings of 2^-9 a product. fp16: 2^-11. fp32: the bar, for packed sums.
+# bf16: the bar for gradients, a few roundings of 2^-9 a product. fp16: 2^-11. fp32: the bar, with packed sums.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 4 * 2**-11, torch.float32: 1e-4}
 
 
