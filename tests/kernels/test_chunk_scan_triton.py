@@ -62,7 +62,7 @@ def test_outputs_and_all_gradients_are_those_of_the_definition(told, case):
 
 
 def test_no_case_of_the_worker_is_left_unread(told):
-    assert set(told) == {*FAST, "sabotage", "wide view"}
+    assert set(told) == {*FAST, "sabotage", "wide view", "pieces"}
 
 
 def test_leaving_out_any_kernel_is_noticed(told):
@@ -76,6 +76,11 @@ def test_leaving_out_any_kernel_is_noticed(told):
 
 def test_a_view_with_2_to_the_31_elements_between_tokens_reads_the_same(told):
     assert told["wide view"]["different"] == 0
+
+
+def test_states_are_carried_over_pieces_however_they_cut_the_units(told):
+    assert len(told["pieces"]) == 7
+    assert all(e < 1e-5 for e in told["pieces"].values()), told["pieces"]
 
 
 @pytest.mark.slow
