@@ -33,11 +33,11 @@ def resolve_target(target: str, device: Any = None) -> str:
         raise PipelineError(
             f"there is no lowering to target {target!r} yet", remedy=f"use one of: auto, {', '.join(TARGETS)}"
         )
+    if target == "triton" and not TRITON:
+        raise PipelineError("target=triton needs Triton, which is not installed", remedy="install triton")
     if target == "triton" and device not in (None, "cuda"):
-        raise PipelineError(
-            f"target=triton needs a CUDA device, and the model is on {device}",
-            remedy="use target=auto or move the model",
-        )
+        where = f"target=triton needs a CUDA device, and the model is on {device}"
+        raise PipelineError(where, remedy="use target=auto or move the model")
     return target
 
 

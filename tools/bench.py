@@ -39,3 +39,24 @@ def generate_verb(
         return
     for line in lines(told):
         stdout().print(line, highlight=False, markup=False)
+
+
+@app.command("ssd")
+def ssd_verb(
+    shape: Annotated[
+        str, typer.Option(help="mamba2-2.7b, nemotron-h-8b, bamba-9b or heads,head_dim,groups,d_state.")
+    ] = "mamba2-2.7b",
+    seq: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 32768,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Time, floors, peak memory and error of the chunk scan on this machine, beside peers that are installed."""
+    from latentscan.tools import bench_ssd
+    from latentscan.tools.cli import print_json, progress, stdout
+
+    with progress("measuring") as step:
+        data = bench_ssd.bench_ssd(shape, seq=seq, batch=batch, step=step)
+    if as_json:
+        print_json(data)
+    else:
+        bench_ssd.show(data, stdout())

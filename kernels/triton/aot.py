@@ -80,7 +80,9 @@ def _source(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], capab
             values[(i,)] = constants[name]
     make: Any = ASTSource
     if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as make
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        make = GluonASTSource
     source = make(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     return source, (tuple(signature.items()), str(sorted(values.items(), key=str)), str(attributes))
 

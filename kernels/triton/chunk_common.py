@@ -53,7 +53,8 @@ class Sizes:
 
     @staticmethod
     def of(x: Tensor, B: Tensor, Q: int) -> Sizes:
-        return Sizes(*x.shape, *B.shape[2:], Q)
+        b, L, H, P = x.shape
+        return Sizes(b, L, H, P, B.shape[2], B.shape[3], Q)
 
 
 def pad(n: int) -> int:

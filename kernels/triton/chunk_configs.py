@@ -146,6 +146,10 @@ def backward_config(P: int, N: int, dtype: torch.dtype, group_heads: int, device
     if width > 512:
         k = replace(k, chunk=16, block_p=16)
     if device.capability < (9, 0):
-        k = replace(k, walk_stages=2, state_stages=2, group_stages=min(k.group_stages, 3))
+        # Products take their operands from registers there: less of everything at once, or ptxas gives up.
+        k = replace(k, block_p=min(k.block_p, 32), warps=8, stages=1, walk_stages=2, state_stages=2)
+        if dtype.itemsize > 2:
+            k = replace(k, chunk=min(k.chunk, 32), walk_p=min(P, 32), walk_n=min(N, 32), state_n=min(N, 32))
+            k = replace(k, group_p=min(P, 32), group_n=min(N, 32))
     runs, parts = -(-group_heads // k.heads), -(-group_heads // k.group_heads)
     return replace(k, heads=-(-group_heads // runs), group_heads=-(-group_heads // parts))

@@ -71,13 +71,12 @@ def random_cases(count: int) -> dict[str, Case]:
 def sabotage(case: Case) -> dict[str, float]:
     """kernel -> the worst error where its launches are left out; nan where memory was never written."""
     names: list[str] = []
-    chunk_common.recorder = lambda kernel, grid, args, meta: (
-        names.append(kernel.__name__) or run(kernel, grid, args, meta)
-    )
 
     def run(kernel: Any, grid: int, args: Any, meta: Any) -> None:
+        names.append(kernel.__name__)
         kernel[(grid,)](*args, **meta)
 
+    chunk_common.recorder = run
     errors(case, "cpu")
     found = {}
     for left_out in dict.fromkeys(names):
@@ -110,14 +109,65 @@ def wide_view() -> dict[str, float]:
     return {"different": float(sum(not torch.equal(a, b) for a, b in zip(want, got, strict=True)))}
 
 
+def pieces(units: int, NC: int, K: int, J: int, G: int = 1) -> float:
+    """The worst error of the states at the starts of pieces that carry_pieces_kernel makes of what pieces add.
+
+    What pieces add is made here from one addition and decay for every pair of chunks; nan where nothing is to be read.
+    """
+    from latentscan.kernels.triton.chunk_scan_gluon import carry_pieces_kernel
+
+    PN, heads = 512, 2 * units
+    UG, share = units // G, 2 * units // G
+    T = units * NC
+    g = torch.Generator().manual_seed(units + K)
+    init = torch.randn(1, heads, PN, generator=g)
+    adds, decay = torch.randn(units, NC // 2, 2, PN, generator=g), -torch.rand(units, NC // 2, 2, generator=g)
+    begins = [(k * (T // 2) // K) * 2 for k in range(K + 1)]
+    want = torch.full((K, 2, PN), float("nan"))
+    for u in range(units):
+        state = init[0, 2 * u : 2 * u + 2].clone()
+        for c in range(NC // 2):
+            if c and u * NC + 2 * c in begins:
+                want[begins.index(u * NC + 2 * c)] = state
+            state = state * 2 ** decay[u, c][:, None] + adds[u, c]
+    added, decays = torch.full((K * J, 2, PN), float("nan")), torch.full((K * J, 2), float("nan"))
+    for k in range(K):
+        u = (begins[k + 1] - 1) // NC
+        first, last = max(begins[k] - u * NC, 0) // 2, (begins[k + 1] - u * NC) // 2
+        for j in range(J if 2 * last < NC else 0):
+            run = range(first + (last - first) * j // J, first + (last - first) * (j + 1) // J)
+            state = torch.zeros(2, PN)
+            for c in run:
+                state = state * 2 ** decay[u, c][:, None] + adds[u, c]
+            if run:
+                added[k * J + j], decays[k * J + j] = state, decay[u, run.start : run.stop].sum(0)
+    starts = torch.full((K, 2, PN), float("nan"))
+    chunk_common.launch(
+        carry_pieces_kernel, units * 2, added, decays, init, starts, NC, G, UG, share, heads, T, K,
+        PN=PN, BLOCK=PN, HAS_INIT=True, J=J, num_warps=4,
+    )  # fmt: skip
+    inside = ~want.isnan()
+    return (starts - want)[inside].abs().max().item() if inside.any() else 0.0
+
+
 def main() -> None:
     torch.set_num_threads(1)
     fast = sys.argv[1] == "fast"
     cases = FAST if fast else random_cases(30)
     told: dict[str, Any] = {name: errors(case, "cpu", repeat=True) for name, case in cases.items()}
     if fast:
-        told["sabotage"] = sabotage(Case((2, 36, 2, 16, 1, 16), FP32, SMALL, SMALL_BACK))
+        told["sabotage"] = sabotage(Case((1, 33, 2, 16, 1, 16), FP32, SMALL, SMALL_BACK))
         told["wide view"] = wide_view()
+        shapes = (
+            (2, 8, 5, 1),
+            (2, 8, 5, 3),
+            (3, 4, 7, 2),
+            (1, 6, 3, 4),
+            (6, 4, 4, 2),
+            (4, 10, 16, 4),
+            (6, 8, 10, 3, 3),
+        )
+        told["pieces"] = {str(shape): pieces(*shape) for shape in shapes}
     print(json.dumps(told))
 
 

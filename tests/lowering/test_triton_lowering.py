@@ -1,0 +1,104 @@
+"""Which kernels the targets choose for the chunk scan, and that the chosen op is the canonical one to the compiler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import latentscan
+from latentscan.ir.capture import capture
+from latentscan.ir.errors import KernelError, PipelineError
+from latentscan.lowering import select, triton
+from latentscan.lowering.select import lower, resolve_target
+
+
+class Scan(nn.Module):
+    """A chunk scan that a graph can be captured of."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.A = nn.Parameter(-torch.ones(4, dtype=dtype))
+
+    def forward(self, x, dt, B, C):
+        y, state = torch.ops.latentscan.chunk_scan(
+            x, dt, self.A, B, C, chunk_size=16, dt_softplus=True, dt_min=0.0, dt_max=1.0
+        )
+        return y, state
+
+
+def inputs(dtype=torch.float32, P=16, N=16, **kwargs):
+    def empty(*shape):
+        return torch.randn(*shape, **kwargs).to(dtype)
+
+    return {"x": empty(2, 9, 4, P), "dt": empty(2, 9, 4), "B": empty(2, 9, 2, N), "C": empty(2, 9, 2, N)}
+
+
+def targets_of(graph):
+    return [str(n.target) for n in graph.nodes if "chunk_scan" in str(n.target)]
+
+
+@pytest.mark.parametrize(("device", "target"), [("cuda", "triton"), ("cpu", "reference"), (None, "reference")])
+def test_auto_takes_triton_on_cuda_and_the_reference_elsewhere(device, target):
+    assert resolve_target("auto", device) == target
+
+
+def test_a_target_that_cannot_run_is_refused_with_the_remedy(monkeypatch):
+    with pytest.raises(PipelineError, match=r"on cpu.*target=auto"):
+        resolve_target("triton", "cpu")
+    assert resolve_target("triton") == "triton"
+    monkeypatch.setattr(select, "TRITON", False)
+    assert resolve_target("auto", "cuda") == "reference"
+    with pytest.raises(PipelineError, match="not installed"):
+        resolve_target("triton", "cuda")
+
+
+def test_lowering_to_triton_replaces_the_scan_and_to_the_reference_leaves_it():
+    graph = capture(Scan(), inputs=inputs())
+    assert lower(graph.copy(), "reference") == {}
+    lowered = graph.copy()
+    assert lower(lowered, "triton") == {"chunk_scan": 1}
+    lowered.graph.lint()
+    assert targets_of(lowered) == ["latentscan_triton.chunk_scan.default"]
+    assert targets_of(graph) == ["latentscan.chunk_scan.default"]
+
+
+@pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"N": 300}], ids=str)
+def test_what_the_kernels_cannot_take_keeps_the_reference(change):
+    graph = capture(Scan(change.get("dtype", torch.float32)), inputs=inputs(**change))
+    assert lower(graph, "triton") == {}
+    assert targets_of(graph) == ["latentscan.chunk_scan.default"]
+
+
+def test_the_kernel_op_has_the_shapes_dtypes_and_backward_of_the_canonical_one():
+    with FakeTensorMode():
+        ins = inputs(torch.bfloat16)
+        args = (ins["x"], ins["dt"], torch.empty(4), ins["B"], ins["C"])
+        kwargs = {"chunk_size": 16, "dt_softplus": True, "dt_min": 0.0, "dt_max": 1.0}
+        for name, more in (("chunk_scan", ()), ("chunk_scan_backward", (ins["x"], None))):
+            want = getattr(torch.ops.latentscan, name)(*more, *args, **kwargs)
+            got = getattr(torch.ops.latentscan_triton, name)(*more, *args, **kwargs)
+            assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
+        leaves = [t.requires_grad_() for t in args]
+        y, state = triton.CHUNK_SCAN(*leaves, **kwargs)
+        grads = torch.autograd.grad(y.sum() + state.sum(), leaves)
+        assert [g.shape for g in grads] == [t.shape for t in leaves]
+
+
+def test_cpu_tensors_are_refused_with_the_remedy():
+    ins = inputs()
+    with pytest.raises(KernelError, match=r"on the CPU.*target=reference"):
+        triton.CHUNK_SCAN(
+            ins["x"], ins["dt"], -torch.ones(4), ins["B"], ins["C"], chunk_size=4, dt_softplus=True, dt_min=0.0,
+            dt_max=1.0,
+        )  # fmt: skip
+
+
+def test_the_public_function_runs_the_reference_on_the_cpu():
+    ins = inputs()
+    args = (ins["x"], ins["dt"], -torch.ones(4), ins["B"], ins["C"])
+    y, state = latentscan.chunk_scan(*args, dt_softplus=True, return_final_state=True)
+    want = torch.ops.latentscan.chunk_scan(*args, chunk_size=64, dt_softplus=True, dt_min=0.0, dt_max=float("inf"))
+    torch.testing.assert_close((y, state), tuple(want))
+    assert latentscan.chunk_scan(*args, dt_softplus=True).shape == y.shape
