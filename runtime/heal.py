@@ -46,7 +46,7 @@ class Settings:
     seed: int = 0
     train: str = field(default="attention", metadata={"choices": ("attention", "all")})
     lora_rank: int = 0
-    hidden: float = 1.0
+    hidden: float = 0.0  # measured on SmolLM2: 1.0 ends equally well, for more memory
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("batch", 1), ("seq", 2), ("lora_rank", 0)):

@@ -209,7 +209,7 @@ def heal_verb(
     batch: Annotated[int, typer.Option(help="Rows a step.")] = 4,
     train: Annotated[str, typer.Option(help="What is trained: attention (the converted ones) or all.")] = "attention",
     lora_rank: Annotated[int, typer.Option(help="Train factors of this rank beside frozen matrices; 0: all.")] = 0,
-    hidden: Annotated[float, typer.Option(help="Weight of the hidden states' distance beside the logits'.")] = 1.0,
+    hidden: Annotated[float, typer.Option(help="Weight of the hidden states' distance beside the logits'.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the order of rows and of factors.")] = 0,
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 50,
     device: Annotated[str, typer.Option(help="Where it runs: cpu, cuda.")] = "cpu",

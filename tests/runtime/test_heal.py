@@ -21,7 +21,7 @@ from latentscan.tests.models import build
 LOW_RANK = "mha-to-mla{rank=8,rope_dim=8},latent-cache,mla-absorb"
 CALIBRATION = torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(1))
 TEXT = [(7 * i * i + 3 * i) % 97 + 3 for i in range(900)]
-SETTINGS = Settings(steps=6, batch=2, seq=16, lr=1e-3)
+SETTINGS = Settings(steps=6, batch=2, seq=16, lr=1e-3, hidden=1.0)
 
 
 def teacher(**words: Any) -> Any:
@@ -141,14 +141,14 @@ def test_the_loss_is_the_definition_in_fp64(pair):
 
 @pytest.mark.parametrize(("words", "left"), [({}, 0.5), ({"lora_rank": 4}, 0.8)], ids=["full", "lora"])
 def test_the_gap_closes(pair, words, left):
-    one = healer(pair, Settings(steps=40, batch=4, seq=16, lr=1e-2, **words))
+    one = healer(pair, Settings(steps=40, batch=4, seq=16, lr=1e-2, hidden=1.0, **words))
     found = losses(one)
     assert sum(found[-5:]) < left * sum(found[:5])
 
 
 def test_sabotage_without_optimiser_steps_it_does_not(pair, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
-    found = losses(healer(pair, Settings(steps=10, batch=4, seq=16, lr=1e-2)))
+    found = losses(healer(pair, Settings(steps=10, batch=4, seq=16, lr=1e-2, hidden=1.0)))
     assert sum(found[-5:]) > 0.8 * sum(found[:5])
 
 
