@@ -73,7 +73,8 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
                 found[storage_of(value)] = _size(value)
 
     target, inputs = node.target, node.all_input_nodes
-    if not any(t.is_floating_point() for t in tensors_of(node.meta.get(VALUE))):
+    calls = node.op in ("call_function", "call_method")
+    if not calls or not any(t.is_floating_point() for t in tensors_of(node.meta.get(VALUE))):
         return found
     info = REGISTRY.get(target)
     linear = linear_of(graph, node)
@@ -138,8 +139,9 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
             keys = expression(graph.shape(given["latent"])[1])
             batch, _, queries = (expression(s) for s in graph.shape(given["q_latent"])[:3])
             alone = given.get("padding") is None and given.get("mask") is None
-            found[node, "probabilities"] = rows * keys * 4
-            found[node, "mask"] = queries * keys * (1 if alone else batch)
+            item = max(4, graph.value(node).element_size())
+            found[node, "probabilities"] = rows * keys * item
+            found[node, "mask"] = queries * (keys + item) * (1 if alone else batch)  # and whether a query sees a key
     elif name == "swap_out":
         pass
     elif REGISTRY[node.target].differentiable:

@@ -23,8 +23,8 @@ from latentscan.passes.base import Choice, Context, Pass, Refusal, Site
 
 # name -> module:class. One line registers a pass; the module is imported when the pass is asked for.
 REGISTRY: dict[str, str] = {
-    "mha-to-mla": "latentscan.passes.mha_to_mla:MhaToMla",
     "mla-fa-without-pad": "latentscan.passes.mla_fa_without_pad:MlaFaWithoutPad",
+    "mha-to-mla": "latentscan.passes.mha_to_mla:MhaToMla",
     "mla-mm-split": "latentscan.passes.mla_mm_split:MlaMmSplit",
     "latent-cache": "latentscan.passes.latent_cache:LatentCache",
     "mla-absorb": "latentscan.passes.mla_absorb:MlaAbsorb",

@@ -48,7 +48,6 @@ class SparseAttention(Pass):
         "latent-cache",
         "mla-absorb",
     )
-    needs: ClassVar[tuple[str, ...]] = ("mla-absorb",)
     before: ClassVar[tuple[str, ...]] = ("mla-swap-core-attn-out", "mla-zero-memory")
     summary: ClassVar[str] = "latent attention over the rows that an indexer's top-k chose, gathered instead of masked"
     math: ClassVar[str] = (

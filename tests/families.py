@@ -30,6 +30,10 @@ PIPELINES = (
     "mha-to-mla,latent-cache",
     "mha-to-mla,latent-cache,mla-absorb",
     f"{LOW_RANK},latent-cache,mla-absorb",
+    "mla-fa-without-pad",
+    "mla-absorb{when=always},sparse-attention",
+    "mla-swap-core-attn-out",
+    "mla-zero-memory",
 )
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"

@@ -109,7 +109,7 @@ def test_white_space_and_defaults_do_not_matter(passes, space):
     ("text", "message"),
     [
         ("mla-absrob", "there is no pass 'mla-absrob'.*did you mean mla-absorb"),
-        ("quantise", "there is no pass 'quantise'. The passes are mha-to-mla"),
+        ("quantise", "there is no pass 'quantise'. The passes are mla-fa-without-pad, mha-to-mla"),
         ("mla-absorb{wen=always}", "pass mla-absorb has no option 'wen'.*did you mean when"),
         ("latent-cache{rank=3}", "pass latent-cache has no option 'rank'. Its options are: none"),
         ("mla-absorb{when=sometimes}", "when='sometimes' is not one of flops, always, never"),
@@ -464,6 +464,12 @@ OPTIONS = {
     ("mha-to-mla", "rope_dim"): ("llama", "mha-to-mla{rank=16}", "mha-to-mla{rank=16,rope_dim=16}"),
     ("mha-to-mla", "method"): ("llama", "mha-to-mla", "mha-to-mla{method=pca}"),
     ("mha-to-mla", "balance"): ("llama", "mha-to-mla", "mha-to-mla{balance=false}"),
+    ("mla-swap-core-attn-out", "keep_last"): (
+        "llama",
+        "mla-swap-core-attn-out",
+        "mla-swap-core-attn-out{keep_last=false}",
+    ),
+    ("mla-zero-memory", "until"): ("llama", "mla-zero-memory", "mla-zero-memory{until=attention}"),
 }
 
 
