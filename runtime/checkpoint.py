@@ -52,8 +52,8 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def save(session: Session, directory: Any, *args: Any, **kwargs: Any) -> None:
     """``model.save_pretrained(directory, ...)`` of a wrapped model, with Hugging Face's arguments.
 
-    The directory appears complete or not at all. The files of an earlier save, which ``latentscan.json`` names, are
-    replaced, with its tokenizer; other files stay.
+    The directory appears complete or not at all; the model files of an earlier save are replaced, and other files in it
+    stay. (``latentscan.json`` names all files that latentscan wrote: the next conversion to it replaces its tokenizer.)
 
     Raises:
         CheckpointError: the directory holds a model that latentscan did not save, or cannot be written.
@@ -62,7 +62,10 @@ def save(session: Session, directory: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def write(session: Session, directory: Any, extra: Callable[[Path], None] | None, *args: Any, **kwargs: Any) -> None:
-    """:func:`save`, with a function that may put more files into the directory before it appears."""
+    """:func:`save`, with a function that may put more files into the directory before it appears.
+
+    With it every file that latentscan wrote there before goes; the user's own stay.
+    """
     model = session.model
     theirs = type(model).save_pretrained
     given = inspect.signature(theirs).bind(model, directory, *args, **kwargs).arguments
@@ -90,13 +93,19 @@ def _write(session: Session, directory: Any, extra: Callable[[Path], None] | Non
             stacklevel=3,
         )
     earlier = written_files(target)
-    with replaced_directory(target, lambda name: name not in earlier and _OURS.fullmatch(name) is None) as aside:
+    kept = frozenset() if extra is not None else earlier  # a tokenizer, say, that a conversion wrote beside the model
+
+    def keep(name: str) -> bool:
+        return _OURS.fullmatch(name) is None and (name in kept or name not in earlier)
+
+    with replaced_directory(target, keep) as aside:
         try:
             with quiet():
                 theirs(model, str(aside), *args, **kwargs)
             if extra is not None:
                 extra(aside)
-            text = json.dumps(_description(session, aside), indent=2, sort_keys=True)
+            written = {*files_in(aside), *(name for name in kept if keep(name)), MARKER}
+            text = json.dumps(_description(session) | {"files": sorted(written)}, indent=2, sort_keys=True)
             (aside / MARKER).write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise CheckpointError(
@@ -125,7 +134,7 @@ def check_target(directory: Any) -> Path:
     return target
 
 
-def _description(session: Session, folder: Path) -> dict[str, Any]:
+def _description(session: Session) -> dict[str, Any]:
     import transformers
 
     told: dict[str, Any] = {"source": session.source} if session.source else {}
@@ -137,7 +146,6 @@ def _description(session: Session, folder: Path) -> dict[str, Any]:
         "class": type(session.model).__name__,
         "plan": unsharded(session.plan).to_json(),
         "reads_as_plain_model": all(r.inverse is not None for r in session.plan.recipes),
-        "files": sorted([*files_in(folder), MARKER]),
     }
 
 
@@ -163,7 +171,7 @@ def unsharded(plan: ModelPlan) -> ModelPlan:
 
 
 def written_files(folder: Path) -> frozenset[str]:
-    """The files of a directory that an earlier save says it wrote; the next one replaces these, and no others."""
+    """The files of a directory that latentscan wrote, as it says; a conversion replaces these, and no others."""
     try:
         told = json.loads((folder / MARKER).read_text(encoding="utf-8"))["files"]
         return frozenset(name for name in told if isinstance(name, str))

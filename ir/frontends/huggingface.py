@@ -276,9 +276,9 @@ def attentions_are_wanted(module: Any, argument: Any) -> bool:
     Some models (GPT-2, OPT) take the argument out before it comes to their layers; the library's hooks then know.
     Readable while Dynamo traces.
     """
-    if argument or getattr(module.config, "output_attentions", False):
+    if argument or getattr(getattr(module, "config", None), "output_attentions", False):
         return True
-    if _COLLECTOR is None or not _COLLECTOR.compiling:
+    if not getattr(_COLLECTOR, "compiling", False):
         return False
     recorded = _COLLECTOR.global_var
     return recorded is not None and ("attentions" in recorded or "cross_attentions" in recorded)

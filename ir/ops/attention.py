@@ -8,6 +8,8 @@ Shapes and semantics are those of :mod:`latentscan.kernels.reference.attention`.
 
 Autocast casts queries, keys, values and latents; the additive mask and the sinks keep their dtype, because they enter
 fp32 scores (a position bias or -1e9 does not survive 16 bits).
+
+Rows of left padding see nothing and give zeros, where Hugging Face's eager attention averages all values.
 """
 
 from __future__ import annotations

@@ -18,9 +18,13 @@ Which key a query sees is the conjunction of
   or below the smallest finite number of its dtype (that is how libraries write "masked") hides the key altogether.
 
 ``softcap`` c replaces the scaled score x by ``c * tanh(x / c)`` before any mask. ``sinks`` [H] adds one logit per head
-to the softmax's denominator; it has no value, so the probabilities sum to less than one. A query that sees nothing
-gives zeros, and zero gradients. Scores, softmax and sums are fp32 for 16-bit inputs and in the inputs' dtype otherwise;
-results have the dtype of the query (gradients: of their tensor).
+to the softmax's denominator; it has no value, so the probabilities sum to less than one. Scores, softmax and sums are
+fp32 for 16-bit inputs and in the inputs' dtype otherwise; results have the dtype of the query (gradients: of their
+tensor).
+
+A query that sees nothing gives zeros, and zero gradients. Hugging Face's eager attention gives the mean of all values
+there: it adds the smallest finite number to every score, which leaves them equal. So the rows of left padding differ
+from eager attention (logits by tenths of their size); no other token sees these rows, and valid rows agree.
 
 All functions are differentiable by ordinary autograd and return fresh, contiguous tensors. The ``*_backward``
 functions are the explicit gradients, which recompute the probabilities.

@@ -271,6 +271,7 @@ def test_convert_tells_of_growing_weights_before_it_writes(command, tmp_path, mo
 
 
 def test_convert_takes_the_tokenizer_along(command, tmp_path):
+    from latentscan.runtime.checkpoint import load
     from latentscan.tests.models import build
 
     source = tmp_path / "source"
@@ -281,6 +282,8 @@ def test_convert_takes_the_tokenizer_along(command, tmp_path):
     assert (tmp_path / "new" / "tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "new" / "notes.md").exists()
     (tmp_path / "new" / "mine.txt").write_text("mine")
+    load(tmp_path / "new").save_pretrained(tmp_path / "new")  # the same model's: its tokenizer stays
+    assert (tmp_path / "new" / "tokenizer.json").read_text() == "{}"
     assert command("convert", "tiny:gpt2{num_hidden_layers=1}", tmp_path / "new", "-p", "mha-to-mla")[0] == OK
     assert not (tmp_path / "new" / "tokenizer.json").exists()  # another model's
     assert (tmp_path / "new" / "mine.txt").read_text() == "mine"
