@@ -249,7 +249,7 @@ def apply_low_rank(options: MhaToMla, graph: Graph, site: Site, context: Context
         q_plain = graph.call(operator.getitem, before, (Ellipsis, _index(query_plain)))
         q_rot = turn(graph.call(operator.getitem, before, (Ellipsis, _index(query_rotated))), found.query_rope)
         q = graph.call(torch.cat, [q_plain, q_rot], dim=-1)
-    found.node.replace_input_with(found.query, q)
+    graph.replace(found.query, q)  # for whoever multiplies it with the key: attention weights that come out, too
     wider = int(graph.shape(k)[-1]) != width
     if wider and stored(graph, found.node.args[1]) is None:  # type: ignore[arg-type]
         _leave_out(graph, found, k, v, options.name)
