@@ -37,10 +37,11 @@ def test_a_llama_whose_heads_the_ranks_do_not_divide_equals_one_process(tmp_path
     """9 query and 3 KV heads over 2 ranks: two KV groups and one; 97 features: 49 and 48."""
     whole, dropped = launch(2, [{**LLAMA, "steps": 2, "do": ["generate"]}, {**LLAMA, "drop": 1}], tmp_path)
     check(whole, steps=2)
-    assert whole[0]["sites"] == [f"model.layers.{i}.{m}" for m in ("self_attn", "mlp") for i in (0, 1)]
+    regions = [f"model.layers.{i}.{m}" for m in ("self_attn", "mlp") for i in (0, 1)]
+    assert whole[0]["sites"] == [*regions, "model.embed_tokens", "lm_head"]
     mine = [found["held"][0] for found in whole]
     total = whole[0]["held"][1]
-    split = 2 * (72 * 72 * 2 + 72 * 24 * 2 + 3 * 72 * 97)
+    split = 2 * (72 * 72 * 2 + 72 * 24 * 2 + 3 * 72 * 97) + 2 * 128 * 72
     assert sum(mine) == total + (total - split)  # what is split is held once
     assert min(max(found["gradients"]) for found in dropped) > 100 * TOLERANCE
 

@@ -207,9 +207,9 @@ def more(what: str, model: torch.nn.Module, one: torch.nn.Module, result: dict[s
         one.load_state_dict(state)
     elif what == "unwrap":
         unwrap(model)
-        result["unwrapped"] = max(
-            distance(p, q) for (_, p), (_, q) in zip(model.named_parameters(), one.named_parameters(), strict=True)
-        )
+        mine = dict(model.named_parameters())
+        assert mine.keys() == dict(one.named_parameters()).keys()
+        result["unwrapped"] = max(distance(mine[name], p) for name, p in one.named_parameters())
 
 
 def main() -> None:
