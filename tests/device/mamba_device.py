@@ -405,7 +405,7 @@ def library_scan() -> None:
 
 
 def mixer_times() -> None:
-    """A 2.7B mixer between its projections, forward and backward: as one op, and as separate ones with joined pieces."""
+    """A 2.7B mixer between its projections, forward and backward: one op, and separate ones with joined pieces."""
     if importlib.util.find_spec("latentscan.kernels.triton.chunk_scan") is None:
         say("mixer: this tree has no chunk_scan kernel")
         return
