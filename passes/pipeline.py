@@ -34,8 +34,8 @@ REGISTRY: dict[str, str] = {
     "sparse-attention": "latentscan.passes.sparse_attention:SparseAttention",
     "mla-swap-core-attn-out": "latentscan.passes.mla_swap_core_attn_out:MlaSwapCoreAttnOut",
     "mla-zero-memory": "latentscan.passes.mla_zero_memory:MlaZeroMemory",
-    "ulysses": "latentscan.passes.ulysses:Ulysses",
     "mamba-context-parallel": "latentscan.passes.mamba_context_parallel:MambaContextParallel",
+    "ulysses": "latentscan.passes.ulysses:Ulysses",
 }
 
 
