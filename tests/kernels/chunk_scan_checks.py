@@ -87,9 +87,14 @@ class Poisoned:
         torch.empty, torch.empty_like = self.empty, self.empty_like  # type: ignore[assignment]
 
 
-def errors(case: Case, device: str, *, repeat: bool = False) -> dict[str, float]:
-    """Errors by name (y, state, dx, ddt, ...); ``floor`` is what rounding the exact y costs; ``repeat``: and whether a
-    second backward gives other bits."""
+def errors(case: Case, device: str, *, repeat: bool = False, condition: bool = False) -> dict[str, float]:
+    """Errors by name (y, state, dx, ddt, ...); ``floor`` is what rounding the exact y costs.
+
+    Args:
+        repeat: and whether a second backward gives other bits (``changed``).
+        condition: and how far each exact gradient moves when x, B, C and dy move by half a unit in the last place
+            (``floor dA``, ...): much for sums that nearly cancel, such as dA of a single head.
+    """
     ins, more = draw(case, device)
     exact = [None if t is None else t.double() for t in ins]
     y0, state0 = ssm.chunk_scan(*exact, **more)
@@ -97,12 +102,24 @@ def errors(case: Case, device: str, *, repeat: bool = False) -> dict[str, float]
     dy = torch.randn(y0.shape, generator=g, device=device).to(case.dtype)
     dstate = torch.randn(state0.shape, generator=g, device=device)
     grads0 = ssm.chunk_scan_backward(dy.double(), dstate.double(), *exact, **more)
+    floors: dict[str, float] = {}
+    if condition:
+        half = torch.finfo(case.dtype).eps / 2
+        moved = [
+            t
+            if n not in ("x", "B", "C") or t is None
+            else t * (1 + half * torch.randn(t.shape, generator=g, device=device))
+            for n, t in zip(NAMES, exact, strict=True)
+        ]
+        other = dy.double() * (1 + half * torch.randn(dy.shape, generator=g, device=device))
+        grads1 = ssm.chunk_scan_backward(other, dstate.double(), *moved, **more)
+        floors = {f"floor d{n}": error(a, b) for n, a, b in zip(NAMES, grads1, grads0, strict=True) if b.numel()}
     with Poisoned():
         y, state = ours.chunk_scan(*ins, **more, config=case.forward)
         grads = ours.chunk_scan_backward(dy, dstate, *ins, **more, config=case.backward)
         if repeat:
             again = ours.chunk_scan_backward(dy, dstate, *ins, **more, config=case.backward)
-    found = {"floor": error(y0.to(case.dtype), y0), "y": error(y, y0), "state": error(state, state0)}
+    found = {**floors, "floor": error(y0.to(case.dtype), y0), "y": error(y, y0), "state": error(state, state0)}
     for name, ours_, exact_, like in zip(NAMES, grads, grads0, ins, strict=True):
         assert ours_.shape == exact_.shape, name
         if like is not None:
