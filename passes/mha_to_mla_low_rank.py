@@ -14,7 +14,8 @@ from torch import fx
 from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import VALUE, Graph, module_path
 from latentscan.ir.layout import LayoutError, as_slice
-from latentscan.ir.mla import argument, attention_like, latent_node
+from latentscan.ir.mla import argument, attention_like, latent_node, ungrouped
+from latentscan.ir.normalize import ATTENTION
 from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.ir.weights import Recipe
 from latentscan.passes import lowrank
@@ -355,17 +356,32 @@ def _shared_recipe(graph: Graph, site: Site, place: Place, context: Context) -> 
 
 
 def _leave_out(graph: Graph, found: Found, key: fx.Node, value: fx.Node, name: str) -> None:
-    """Let the attention alone read a key of another width. What leaves the graph (a training step's cache of the
-    library, which nothing continues from) keeps its form, and is NaN instead of something to be mistaken for a key."""
-    old: Any = found.node.args[1]
+    """Let whatever attends read a key of another width. What leaves the graph (a training step's cache of the library,
+    which nothing continues from) keeps its form, and is NaN instead of something to be mistaken for a key."""
+    old = found.key
     graph.replace(found.value, value)
-    found.node.replace_input_with(old, key)
-    if old.users:
-        with graph.before(old.next, name):
+    for node in [n for n in graph.nodes if n is not old and isinstance(graph.value(n), torch.Tensor)]:
+        if ungrouped(graph, node) is old:  # the library repeats each head for its group
+            with graph.before(node, name):
+                groups = int(graph.shape(node)[1]) // int(graph.shape(old)[1])
+                spread = graph.method("repeat_interleave", key, groups, 1)
+            graph.replace(node, spread)
+            _new_shapes(graph, spread, found.node)
+    readers = [n for n in old.users if n.op != "output" and not _is_dead(n)]
+    for node in readers:
+        node.replace_input_with(old, key)
+    _new_shapes(graph, key, found.node)
+    output = next((n for n in old.users if n.op == "output"), None)
+    if output is not None:
+        with graph.before(output, name):
             one = graph.call(operator.getitem, graph.method("detach", value), (Ellipsis, slice(0, 1)))
             wide = graph.method("expand", one, -1, -1, -1, int(graph.shape(old)[-1]))
             nothing = graph.call(torch.full_like, wide, float("nan"))
-        graph.replace(old, nothing)
+        output.replace_input_with(old, nothing)
+
+
+def _is_dead(node: fx.Node) -> bool:
+    return node.op != "output" and all(_is_dead(user) for user in node.users) and node.target != ATTENTION
 
 
 def _new_shapes(graph: Graph, key: fx.Node, end: fx.Node) -> None:

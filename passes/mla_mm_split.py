@@ -63,7 +63,14 @@ class MlaMmSplit(Pass):
                         "nothing to split here",
                     )
                 )
-        return found
+        return [f if isinstance(f, Refusal) else self._as_planned(f, context) for f in found]
+
+    def _as_planned(self, site: Site, context: Context) -> Site | Refusal:
+        """New weights are made once, for the graph that the model's decisions were made on; other graphs make none."""
+        if not context.own_parameters or not context.facts or (self.name, site.module) in context.facts:
+            return site
+        why = "the graph that decisions were made on reads this projection whole, so it has no weights in parts"
+        return Refusal(site.module, "not-planned", why, "nothing to do")
 
     def _plan_one(self, graph: Graph, linear: Linear, role: str) -> Site | Refusal:
         module = module_path(linear.node)

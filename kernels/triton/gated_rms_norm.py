@@ -179,7 +179,7 @@ def gated_rms_norm(
     if rows:
         _forward_kernel[(cdiv(rows, size["BR"]) * groups,)](
             xs, zs, weight.contiguous(), y, rows, groups, group_size, *xs.stride(), *zs.stride(), eps,
-            HAS_Z=z is not None, NORM_FIRST=norm_before_gate, AGAIN=size["BD"] > READ_AGAIN, **size,
+            HAS_Z=z is not None, NORM_FIRST=norm_before_gate, **size,
         )  # fmt: skip
     return y
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from latentscan.ir.errors import PipelineError, RefusedError
+from latentscan.ir.mesh import parse_mesh
 from latentscan.ir.normalize import LATENT_ATTENTION
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import REGISTRY, parse, run
@@ -23,6 +24,8 @@ from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import tokens
 from latentscan.tools.dump import dump
+
+TP = "tensor-parallel"
 
 # -- 24 ----------------------------------------------------------------------------------------------------------------
 
@@ -41,14 +44,27 @@ def test_a_pass_drops_to_no_matches_and_nobody_notices(name):
 
     from latentscan.ir.capture import capture
 
-    graph = capture(Plain(), inputs={"input_ids": torch.ones(2, 3, dtype=torch.long)})
-    passes = parse(name)
-    with pytest.raises(RefusedError, match=f"{name}: the pass found no(thing to match| cache)") as caught:
-        run(graph, passes, Context())
+    class Bare(nn.Module):  # not even a vocabulary, which tensor-parallel would split
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.scale * input_ids
+
+    graph = capture(
+        Bare() if name in (TP, "sequence-parallel") else Plain(),
+        inputs={"input_ids": torch.ones(2, 3, dtype=torch.long)},
+    )
+    passes = parse(f"{TP},{name}" if name == "sequence-parallel" else name)
+    context = Context(mesh=parse_mesh("tp=2,cp=2"))
+    found_by = passes[0].name
+    with pytest.raises(RefusedError, match=f"{found_by}: the pass (found no(thing to match| cache)|refused)") as caught:
+        run(graph, passes, context)
     assert caught.value.remedy
     # One graph of several, as torch.compile hands them over, may be of a phase without a cache.
     if passes[0].phases == "cached":
-        assert not run(graph, passes, Context(), one_phase=True).records[0].sites
+        assert not run(graph, passes, context, one_phase=True).records[0].sites
 
 
 @pytest.mark.parametrize(("family", "words"), [("mamba2", {}), ("llama", {"num_hidden_layers": 0})])
@@ -119,7 +135,7 @@ def test_an_option_that_is_taken_changes_what_is_done():
     ("family", "pipeline", "released"),
     [
         pytest.param("deepseek_v3", "mla-mm-split,mla-absorb", ("q_b_proj", "kv_b_proj"), marks=pytest.mark.slow),
-        ("llama", "mha-to-mla{rank=16,rope_dim=8}", ("k_proj", "v_proj")),
+        ("llama", "mha-to-mla{method=pca,rank=16,rope_dim=8}", ("k_proj", "v_proj")),
     ],
 )
 def test_fused_weights_keep_the_old_ones_alive(family, pipeline, released):

@@ -227,7 +227,7 @@ def test_parts_in_another_order_are_split_all_the_same(how):
     ("family", "changes", "pipeline", "parts"),
     [
         ("deepseek_v3", {"q_lora_rank": None}, "", {"q_proj": [64, 32], "kv_b_proj": [64, 64]}),
-        ("llama", {}, "mha-to-mla{rank=16,rope_dim=8}", {"q_proj": [48, 16]}),
+        ("llama", {}, "mha-to-mla{method=pca,rank=16,rope_dim=8}", {"q_proj": [48, 16]}),
         pytest.param(
             "deepseek_v3",
             {"attention_bias": True, "rope_interleave": False},

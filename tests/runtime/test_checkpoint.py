@@ -95,7 +95,7 @@ def test_recipes_without_an_inverse_are_not_made_again(tmp_path, monkeypatch):
         raise AssertionError("a recipe was computed")
 
     monkeypatch.setattr(checkpoint, "make_parameters", never)
-    monkeypatch.setattr("latentscan.passes.mha_to_mla.balanced_joint_pca", never)
+    monkeypatch.setattr("latentscan.passes.lowrank.solve", never)
     again = load(tmp_path)
     assert torch.equal(logits(again), logits(saved))
 

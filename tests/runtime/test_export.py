@@ -29,7 +29,7 @@ CALIBRATION = torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_
 IDS = torch.randint(3, 128, (2, 21), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[1, :4] = 0
-LOW_RANK = "mha-to-mla{rank=24,rope_dim=8},latent-cache,mla-absorb"
+LOW_RANK = "mha-to-mla{method=pca,rank=24,rope_dim=8},latent-cache,mla-absorb"
 PLAIN = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM

@@ -18,7 +18,7 @@ from latentscan.runtime.heal import Healer, Rows, Settings, relative_distance, t
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 
-LOW_RANK = "mha-to-mla{rank=8,rope_dim=8},latent-cache,mla-absorb"
+LOW_RANK = "mha-to-mla{method=pca,rank=8,rope_dim=8},latent-cache,mla-absorb"
 CALIBRATION = torch.randint(3, 128, (8, 64), generator=torch.Generator().manual_seed(1))
 TEXT = [(7 * i * i + 3 * i) % 97 + 3 for i in range(900)]
 SETTINGS = Settings(steps=6, batch=2, seq=16, lr=1e-3, hidden=1.0)

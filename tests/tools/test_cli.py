@@ -263,7 +263,7 @@ def test_convert_tells_of_growing_weights_before_it_writes(command, tmp_path, mo
         raise CheckpointError("the disk is full", where=str(out))
 
     monkeypatch.setattr(module, "write", stop)
-    pipeline = "mha-to-mla{rank=48,rope_dim=8},latent-cache"
+    pipeline = "mha-to-mla{method=pca,rank=48,rope_dim=8},latent-cache"
     status, printed, err = command("convert", "tiny:llama", out, "-p", pipeline, "--calibration", text)
     assert status == BAD_INPUT and "the disk is full" in err and not out.exists()
     assert "weights grow: " in printed

@@ -88,7 +88,7 @@ def test_the_rule_takes_its_form_at_each_size():
 
 def test_growing_weights_are_told():
     """A rank close to full makes the factors bigger than what they replace."""
-    told = plan(resolve("tiny:llama"), "mha-to-mla{rank=48,rope_dim=8},latent-cache")
+    told = plan(resolve("tiny:llama"), "mha-to-mla{method=pca,rank=48,rope_dim=8},latent-cache")
     assert told["weights"]["after"] > told["weights"]["before"]
     made, released = told["weights"]["made"], told["weights"]["released"]
     assert told["weights"]["after"] - told["weights"]["before"] == made - released > 0
