@@ -39,6 +39,27 @@ def test_a_python_snippet_runs(number: int) -> None:
     exec(compile(code, f"README snippet {number}", "exec"), {"__name__": "readme"})
 
 
+PRELUDE = """
+import torch, torch.distributed, latentscan
+from latentscan.runtime.tiny import build
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+model, ids = build("mamba2", num_hidden_layers=1).train(), torch.randint(3, 90, (2, 16))
+torch.distributed.broadcast(ids, 0)
+batches = [{"input_ids": ids, "labels": ids}] * 2
+"""
+
+
+@pytest.mark.slow
+def test_the_snippet_for_several_processes_runs(tmp_path: Path) -> None:
+    (snippet,) = blocks("py")
+    script = tmp_path / "train.py"
+    script.write_text(PRELUDE + snippet + "\nassert torch.isfinite(loss)\ntorch.distributed.destroy_process_group()\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_the_commands_run(tmp_path: Path) -> None:
     for line in blocks("sh")[0].strip().splitlines():
         words = shlex.split(line)
