@@ -358,7 +358,7 @@ def _shared_recipe(graph: Graph, site: Site, place: Place, context: Context) -> 
 def _leave_out(graph: Graph, found: Found, key: fx.Node, value: fx.Node, name: str) -> None:
     """Let whatever attends read a key of another width. What leaves the graph (a training step's cache of the library,
     which nothing continues from) keeps its form, and is NaN instead of something to be mistaken for a key."""
-    old = found.key
+    old = ungrouped(graph, found.node.args[1])  # type: ignore[arg-type]  # the key, or what a library's cache joins it to
     graph.replace(found.value, value)
     for node in [n for n in graph.nodes if n is not old and isinstance(graph.value(n), torch.Tensor)]:
         if ungrouped(graph, node) is old:  # the library repeats each head for its group
