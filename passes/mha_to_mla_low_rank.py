@@ -15,7 +15,6 @@ from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import VALUE, Graph, module_path
 from latentscan.ir.layout import LayoutError, as_slice
 from latentscan.ir.mla import argument, attention_like, latent_node, ungrouped
-from latentscan.ir.normalize import ATTENTION
 from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.ir.weights import Recipe
 from latentscan.passes import lowrank
@@ -380,8 +379,9 @@ def _leave_out(graph: Graph, found: Found, key: fx.Node, value: fx.Node, name: s
         output.replace_input_with(old, nothing)
 
 
-def _is_dead(node: fx.Node) -> bool:
-    return node.op != "output" and all(_is_dead(user) for user in node.users) and node.target != ATTENTION
+def _is_dead(node: fx.Node, steps: int = 4) -> bool:
+    """Whether nothing reads a node any more, but for a few steps that nothing reads either (a repeat that was made new)."""
+    return node.op != "output" and steps > 0 and all(_is_dead(user, steps - 1) for user in node.users)
 
 
 def _new_shapes(graph: Graph, key: fx.Node, end: fx.Node) -> None:
