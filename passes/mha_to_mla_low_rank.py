@@ -380,7 +380,7 @@ def _leave_out(graph: Graph, found: Found, key: fx.Node, value: fx.Node, name: s
 
 
 def _is_dead(node: fx.Node, steps: int = 4) -> bool:
-    """Whether nothing reads a node any more, but for a few steps that nothing reads either (a repeat that was made new)."""
+    """Whether nothing reads a node, but for a few steps that nothing reads either (a repeat that was made anew)."""
     return node.op != "output" and steps > 0 and all(_is_dead(user, steps - 1) for user in node.users)
 
 
