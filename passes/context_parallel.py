@@ -18,7 +18,7 @@ SCAN, CONV = ssm.chunk_scan.op, ssm.causal_conv1d.op
 NAMES = ("mamba-context-parallel", "ulysses")
 _REMEDIES = {
     "attention": "add ulysses to the pipeline",
-    "positions-from-length": "give position_ids: latentscan.split_batch does",
+    "positions-from-length": "give what is counted with the batch, as position_ids",
     "loss-averaged": "give shift_labels and num_items_in_batch: latentscan.split_batch does",
     "tokens-moved": "give shift_labels instead of labels that the model shifts: latentscan.split_batch does",
 }

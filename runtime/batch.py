@@ -43,7 +43,9 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
             remedy=f"pad the batch to {length + -length % axis.size} tokens, labels with {IGNORED}",
         )  # fmt: skip
     whole = dict(batch)
-    seq_idx = whole.get("seq_idx")
+    seq_idx = whole["seq_idx"] = numbered(whole, rows, length)
+    if seq_idx is None:
+        del whole["seq_idx"]
     if whole.get("labels") is not None and whole.get("shift_labels") is None:
         whole["shift_labels"] = shifted(whole["labels"], seq_idx)
     if whole.get("shift_labels") is not None and whole.get("num_items_in_batch") is None:
@@ -55,6 +57,29 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
     share = length // axis.size
     part = slice(axis.rank * share, (axis.rank + 1) * share)
     return {k: _cut(v, length, part) for k, v in whole.items()}
+
+
+def numbered(batch: dict[str, Any], rows: int, length: int) -> torch.Tensor | None:
+    """Numbers of the packed sequences over whole rows, int32 [b, L], so that shards agree on what goes on at an edge;
+    None if nothing is packed. ``seq_idx`` and position ids that start again both tell borders.
+
+    Raises:
+        MeshError: cumulative lengths, which count from a row's start.
+    """
+    for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
+        if batch.get(name) is not None:
+            raise MeshError(f"{name} counts from a row's start", where="split_batch", remedy="give seq_idx instead")
+    seq_idx, places = batch.get("seq_idx"), batch.get("position_ids")
+    if seq_idx is None and places is None:
+        return None
+    starts = torch.zeros(rows, length, dtype=torch.bool)
+    if seq_idx is not None:
+        starts = starts.to(seq_idx.device)
+        starts[:, 1:] |= seq_idx[:, 1:] != seq_idx[:, :-1]
+    if places is not None:
+        starts = starts.to(places.device)
+        starts[:, 1:] |= places[:, 1:] != places[:, :-1] + 1
+    return None if seq_idx is None and not bool(starts.any()) else starts.cumsum(1, dtype=torch.int32)
 
 
 def _cut(value: Any, length: int, part: slice) -> Any:

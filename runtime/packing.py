@@ -25,7 +25,8 @@ class Packed:
     """A packed call.
 
     Attributes:
-        segments: int32 [b, L], counting sequences from 0 in every row.
+        segments: int32 [b, L], a number for each sequence: seq_idx's own where that tells every border (a shard of a
+            longer row keeps the row's numbers), else counted from 0 in every row.
         changed: arguments to give the model; None stands for one to leave out.
     """
 
@@ -116,6 +117,11 @@ def _segments(
             )
         starts |= jumps.to(device)
     starts[:, 0] = False
+    given = borders.get("seq_idx")
+    if given is not None:
+        given = torch.as_tensor(given, device=device)
+        if not bool((starts[:, 1:] & (given[:, 1:] == given[:, :-1])).any()):
+            return given.to(torch.int32)
     return starts.cumsum(1, dtype=torch.int32)
 
 

@@ -48,8 +48,9 @@ def check(found: list[dict]) -> None:
     assert max(f["gradient"] for f in found) < TOLERANCE, found[0]["where"]
 
 
-def test_two_ranks_train_mamba2_as_one_process_does(tmp_path):
-    check(ranks(tmp_path, 2, "mamba2"))
+@pytest.mark.parametrize("words", [(), ("packed",)])
+def test_two_ranks_train_mamba2_as_one_process_does(tmp_path, words):
+    check(ranks(tmp_path, 2, "mamba2", *words))
 
 
 @pytest.mark.slow

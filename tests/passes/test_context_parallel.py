@@ -147,7 +147,9 @@ def test_the_ranks_parts_put_together_are_the_batch():
     seq_idx = (torch.rand(2, 12, generator=g) < 0.3).int().cumsum(1)
     batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones(2, 12), "seq_idx": seq_idx, "scale": 2.0}
     parts = [split_batch(batch, parse_mesh("cp=3").at(cp=r)) for r in range(3)]
-    for key in ("input_ids", "attention_mask", "seq_idx"):
+    numbers = torch.cat([p["seq_idx"] for p in parts], 1)  # over the whole row: a shard's edge is no border by itself
+    assert torch.equal(numbers.diff(dim=1) != 0, seq_idx.diff(dim=1) != 0)
+    for key in ("input_ids", "attention_mask"):
         assert torch.equal(torch.cat([p[key] for p in parts], 1), batch[key])
     assert all(p["scale"] == 2.0 for p in parts)
     moved = torch.cat([p["shift_labels"] for p in parts], 1)
@@ -158,6 +160,21 @@ def test_the_ranks_parts_put_together_are_the_batch():
     assert {int(p["num_items_in_batch"]) for p in parts} == {int((moved != IGNORED).sum())}
     places = torch.cat([p["position_ids"] for p in parts], 1)
     assert all(places[r, t] == (seq_idx[r, :t] == seq_idx[r, t]).sum() for r in range(2) for t in range(12))
+
+
+def test_positions_that_start_again_tell_borders_on_every_rank():
+    """Also on ranks whose own part shows none; else they would run other programs than the rest."""
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    ids = torch.ones(1, 8, dtype=torch.long)
+    parts = [
+        split_batch({"input_ids": ids, "labels": ids, "position_ids": places}, parse_mesh("cp=2").at(cp=r))
+        for r in (0, 1)
+    ]
+    assert [p["seq_idx"].tolist() for p in parts] == [[[0, 0, 0, 1]], [[1, 1, 1, 1]]]
+    assert parts[0]["shift_labels"][0, 2] == IGNORED
+    assert "seq_idx" not in split_batch({"input_ids": ids, "position_ids": torch.arange(8)[None]}, parse_mesh("cp=2"))
+    with pytest.raises(MeshError, match="cu_seqlens counts from a row's start"):
+        split_batch({"input_ids": ids, "cu_seqlens": torch.tensor([0, 4, 8])}, parse_mesh("cp=2"))
 
 
 def test_what_cannot_be_shared_evenly_says_what_to_do():
