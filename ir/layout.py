@@ -26,7 +26,8 @@ _METHODS = {
     "repeat_interleave",
 }  # fmt: skip
 _FUNCTIONS = {
-    operator.getitem, torch.cat, torch.concat, torch.split, torch.functional.split, torch.chunk, torch.transpose,
+    operator.getitem, torch.cat, torch.concat, torch.concatenate, torch.split, torch.functional.split, torch.chunk,
+    torch.transpose,
     torch.permute, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.stack, torch.reshape,
     torch.narrow, torch.select, torch.clone, torch.t, torch.unbind, torch.repeat_interleave,
 }  # fmt: skip

@@ -114,7 +114,7 @@ def input_places(graph: Graph, node: fx.Node, place: Place, *, on_read: bool = F
             return _single_token_places(graph, node, place)
         raise NotTokenwise(f"{node.name} is neither linear nor a view")
     source: Any = node.args[0]
-    if node.target in (torch.cat, torch.concat):
+    if node.target in (torch.cat, torch.concat, torch.concatenate):
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         if dim % len(graph.shape(node)) in place:
             raise NotTokenwise(f"{node.name} joins tokens")

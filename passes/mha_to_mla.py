@@ -180,7 +180,7 @@ def find(graph: Graph, node: fx.Node) -> Found:
 
 def _added(graph: Graph, node: fx.Node) -> fx.Node:
     """What a library's cache that is still empty (a training step makes one) is joined with; else the node itself."""
-    if node.target not in (torch.cat, torch.concat):
+    if node.target not in (torch.cat, torch.concat, torch.concatenate):
         return node
     full = [p for p in node.args[0] if not any(isinstance(n, int) and n == 0 for n in graph.shape(p))]  # type: ignore
     return full[0] if len(full) == 1 else node  # type: ignore[return-value]
