@@ -117,8 +117,9 @@ class Method:
     Attributes:
         unitary: heads are mixed by a unitary matrix per frequency instead of an orthogonal one.
         by_loss: rotated components go, over all frequencies and heads, to where most would be lost without rotation,
-            as the queries see it; else every frequency keeps the principal component of its keys (RoRoPE), and where
-            there are fewer components than frequencies, neighbouring frequencies share one (folding).
+            as the queries see it; else every frequency keeps the principal component of its keys (RoRoPE).
+        folding: where there are fewer components than frequencies, neighbouring frequencies share one; else (without
+            ``by_loss``) those frequencies keep theirs where it is loudest, and the others do not rotate.
         mean_rotation: components that lose their rotation keep its mean over the distances that are attended to.
         two_sided: keys' errors are weighted by the queries, values' by the output projection; else balanced by alpha.
         centred: constants of keys and values stay outside the latent (keys' shift all scores alike).
@@ -127,13 +128,18 @@ class Method:
 
     unitary: bool = False
     by_loss: bool = False
+    folding: bool = False
     mean_rotation: bool = False
     two_sided: bool = False
     centred: bool = False
     attended: bool = False
 
 
-METHODS = {"transmla": Method(), "two-sided": Method(True, True, True, True, True, True)}
+METHODS = {
+    "transmla": Method(folding=True),
+    "transmla-unfolded": Method(),
+    "two-sided": Method(unitary=True, by_loss=True, mean_rotation=True, two_sided=True, centred=True, attended=True),
+}
 
 
 @dataclass(frozen=True)
@@ -288,13 +294,15 @@ def choose_pairs(heads: Heads, inputs: Inputs, method: Method, count: int) -> li
     A pair comes as often as it keeps components. With folding it is the loudest of those that share one.
 
     Args:
-        count: without ``by_loss`` a divisor of d / 2; else at most kv_heads d / 2.
+        count: with ``folding`` a divisor of d / 2, without at most d / 2; with ``by_loss`` at most kv_heads d / 2.
     """
     pairs = heads.key.shape[1] // 2
     if method.by_loss:
         found = components(heads, inputs, method)
         best = found.energies.flatten().sort(descending=True, stable=True).indices[:count]
         return sorted(int(i) // found.energies.shape[1] for i in best)
+    if not method.folding:
+        return sorted(int(i) for i in components(heads, inputs, method).energies[:, 0].topk(count).indices)
     energy = _energies(_complex(heads.key), inputs.plain).sum(0).reshape(count, pairs // count)
     return [int(i) + n * (pairs // count) for n, i in enumerate(energy.argmax(1))]
 
@@ -340,7 +348,7 @@ def decouple(heads: Heads, inputs: Inputs, method: Method, pairs: list[int]) -> 
     key, query = _complex(heads.key), _complex(heads.query)
     g, f, _ = key.shape
     group = query.shape[0] // g
-    fold = 1 if method.by_loss else f // len(pairs)
+    fold = f // len(pairs) if method.folding else 1
     found = components(heads, inputs, method, fold)
     rest, rope, rotated = key.clone(), [], []
     for j, p in enumerate(pairs):

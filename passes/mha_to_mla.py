@@ -23,7 +23,7 @@ from latentscan.ir.ops.rope import ROPE as ROPE_INFO
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier, foreign_cache
 
 ROPE = ROPE_INFO.op
-LOW_RANK = ("two-sided", "pca", "transmla")  # the best measured one first: it is what auto takes
+LOW_RANK = ("two-sided", "pca", "transmla", "transmla-unfolded")  # the best measured one first: it is what auto takes
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,10 @@ class MhaToMla(Pass):
         "whose rotation counts most for the queries, 1 - |E exp(-i theta d)|^2 over the distances attended to, keep it "
         "in one key for all heads; the rest keeps its mean rotation and shares a latent with V by one joint SVD, K's "
         "error weighted by the queries, V's by W_O, tokens by the attention they receive. transmla: RoRoPE with "
-        "frequency folding, balanced joint PCA. pca: whole rotary pairs of all heads by energy times the mean of "
-        "1 - cos(theta d), balanced joint PCA of [K_nope / alpha | V]. allocation=energy spreads the same total rank "
-        "over layers by what is lost. Approximate: needs calibration, and the error is reported."
+        "frequency folding, balanced joint PCA; transmla-unfolded: the loudest frequencies instead of folded ones. "
+        "pca: whole rotary pairs of all heads by energy times the mean of 1 - cos(theta d), balanced joint PCA of "
+        "[K_nope / alpha | V]. allocation=energy spreads the same total rank over layers by what is lost. Approximate: "
+        "needs calibration, and the error is reported."
     )
 
     @property

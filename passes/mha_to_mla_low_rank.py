@@ -80,7 +80,8 @@ def _site(options: MhaToMla, graph: Graph, place: Place, context: Context) -> tu
         if options.allocation == "energy":
             rank = int(planned["d_c"])
     elif context.meta:
-        fold = 1 if method == PER_HEAD else max(1, width // 2 // count)
+        folds = method != PER_HEAD and lowrank.METHODS[method].folding
+        fold = max(1, width // 2 // count) if folds else 1
         pairs = _text([i * fold % (width // 2) for i in range(count)])
     elif context.statistics is None or place.module not in context.statistics:
         raise _no_calibration(f"{options.name} at {place.module}")
@@ -124,6 +125,9 @@ def _rope_dim(options: MhaToMla, place: Place, method: str) -> int:
         fits = value % 2 == 0 and 0 < value < key and width % value == 0
         some = [d for d in range(width, 1, -2) if width % d == 0 and d < key]
         remedy = f"give {' or '.join(map(str, some[:4]))}: one component for every group of neighbouring frequencies"
+    elif method == "transmla-unfolded":
+        value = given or width
+        fits, remedy = value % 2 == 0 and 0 < value < key and value <= width, f"give an even number up to {width}"
     else:
         value = given or min(max(2, round(rank / 6) * 2), key - 2)
         fits, remedy = value % 2 == 0 and 0 < value < key, f"give an even number below {key}"

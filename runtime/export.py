@@ -1,10 +1,11 @@
 """Export: a converted model as a dense DeepSeek-V3 model, which plain transformers reads and whose cache is the latent.
 
 DeepSeek-V3 normalises its latent (RMS norm), a converted model does not. The norm is made neutral: one more latent
-feature is the constant M (a bias; nothing reads it), so that the mean square is (|c|^2 + M^2) / n, constant up to
+feature is the constant M (a bias), so that the mean square is (|c|^2 + M^2) / n, constant up to
 |c|^2 / M^2; the layer's input is itself normalised, |x_hat|^2 <= D, so |c| <= s sqrt(D) with s the largest singular
 value of W_DKV diag(gamma). M is the first power of two for which |c|^2 / M^2 is below the dtype's unit roundoff, and
-the norm's weight and W_UK, W_UV undo the constant.
+the norm's weight and W_UK, W_UV undo the constant. The norm makes that feature 1, and biases of keys and values are what
+W_UK and W_UV read from it; the rotated key's bias is one of ``kv_a_proj_with_mqa``.
 
 Layers may differ in latent width and in rotated pairs: what a layer lacks are zeros. The exported model's logits are
 compared with the converted model's before anything is written.
@@ -264,7 +265,7 @@ def attention_state(
     rescale = part.scale * math.sqrt(d_n + d_r)
     query = part.down.new_zeros(heads, d_n + d_r, hidden)
     query[:, :own_n] = part.query * rescale
-    down = part.down.new_zeros(width + d_r, hidden)
+    down, bias = part.down.new_zeros(width + d_r, hidden), part.down.new_zeros(width + d_r)
     down[:d_c] = part.down
     free: dict[tuple[float, int], list[int]] = {}
     for index, slot in enumerate(slots):
@@ -274,14 +275,18 @@ def attention_state(
         for member, place in enumerate((at, at + half)):
             query[:, d_n + place] = part.query_rope[:, index, member] * rescale
             down[width + place] = part.key_rope[index, member]
+            bias[width + place] = part.key_rope_bias[index, member]
     constant, weight, undo = neutral_norm(part.down, gain, width, dtype)
-    bias = part.down.new_zeros(width + d_r)
     bias[width - 1] = constant
-    norm = part.down.new_full((width,), weight)
-    norm[d_c:] = 0
+    norm = part.down.new_zeros(width)
+    norm[:d_c] = weight
+    one = weight * undo / constant  # the norm's weight for which its feature is 1
+    norm[-1] = float(torch.tensor(one, dtype=torch.float64).to(dtype))
     up = part.down.new_zeros(heads, d_n + d_v, width)
     up[:, :own_n, :d_c] = part.key_up * undo
     up[:, d_n:, :d_c] = part.value_up * undo
+    up[:, :own_n, -1] = part.key_bias * (one / norm[-1])
+    up[:, d_n:, -1] = part.value_bias * (one / norm[-1])
     made = {
         "q_proj.weight": query.flatten(0, 1),
         "kv_a_proj_with_mqa.weight": down,

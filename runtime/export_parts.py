@@ -35,6 +35,7 @@ class Parts:
         scale: what scores are multiplied by.
         query: [H, d_n, D]. key_up: [H, d_n, d_c]. value_up: [H, d_v, d_c]. down: [d_c, D].
         query_rope, key_rope: rotated pairs as [H, pairs, 2, D] and [pairs, 2, D], every KV head's among them.
+        key_bias: [H, d_n]. value_bias: [H, d_v]. key_rope_bias: [pairs, 2].
         group: [pairs] which KV head a pair belongs to. frequencies: [pairs] radians per token, fp32.
     """
 
@@ -46,6 +47,9 @@ class Parts:
     down: Tensor
     query_rope: Tensor
     key_rope: Tensor
+    key_bias: Tensor
+    value_bias: Tensor
+    key_rope_bias: Tensor
     group: Tensor
     frequencies: Tensor
 
@@ -96,22 +100,28 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
     if not all(same_latent(one, key_rope.linear) for one in inputs):
         raise RefusedError("queries and rotated keys are made from different inputs", where=module, remedy=INDIRECT)
 
-    def weight(linear: Linear) -> Tensor:
-        """[out, in] in fp64; refuses a bias that is not zero."""
+    def weight(linear: Linear) -> tuple[Tensor, Tensor]:
+        """[out, in] and the bias [out] (zeros if there is none), in fp64."""
         known = [graph.weight(n) for n in (linear.weight, linear.bias)]
-        if known[0] is None:
+        if known[0] is None or (linear.bias is not None and known[1] is None):
             raise RefusedError("a projection is computed, not a parameter", where=module, remedy="dequantise it first")
-        if known[1] is not None and bool(get(model, known[1].path).detach().any()):
-            raise RefusedError(
-                f"{known[1].path} is a bias, and DeepSeek-V3's queries, keys and values have none", where=module,
-                remedy=INDIRECT,
-            )  # fmt: skip
         matrix = get(model, known[0].path).detach().double()
-        return matrix.t() if linear.transposed else matrix
+        matrix = matrix.t() if linear.transposed else matrix
+        return matrix, matrix.new_zeros(len(matrix)) if known[1] is None else get(model, known[1].path).detach().double()
+
+    def of_query(linear: Linear) -> Tensor:
+        """[out, in]; refuses a bias that is not zero."""
+        matrix, bias = weight(linear)
+        if bool(bias.any()):
+            raise RefusedError(
+                f"{graph.weight(linear.bias).path} is a bias of queries, and DeepSeek-V3's have none",  # type: ignore
+                where=module, remedy=INDIRECT,
+            )  # fmt: skip
+        return matrix
 
     heads = int(graph.shape(found.query)[1])
     hidden = int(graph.shape(strip_layout(x))[-1])
-    down, key_up, value_up = _latent(graph, key, value_part, x, weight, module)
+    down, key_up, value_up, key_bias, value_bias = _latent(graph, key, value_part, x, weight, module)
     kv_heads = value_part.features.source.shape[0]
     if key.features.source.shape[0] != kv_heads or heads % kv_heads:
         raise RefusedError(
@@ -121,22 +131,22 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
     group_of_head = torch.arange(heads) // (heads // kv_heads)
     plain = None
     if key.columns and query.linear is not None:
-        plain = weight(query.linear)[query.rows.flatten()].reshape(heads, -1, hidden)
+        plain = of_query(query.linear)[query.rows.flatten()].reshape(heads, -1, hidden)
 
     # The rotated pairs: rows [KV heads, pairs, 2] of the key's weight and [H, pairs, 2] of the query's.
     layout = _layout(graph, key, module)
     members = _pair_members(len(key.other), layout)
     rows_k, rows_q = key_rope.rows[:, members], query_rope.rows[:, members]
     shared = bool((rows_k == rows_k[:1]).all())
-    wk, wq = weight(key_rope.linear), weight(query_rope.linear)
+    (wk, bk), wq = weight(key_rope.linear), of_query(query_rope.linear)
     groups = 1 if shared else kv_heads
     pairs = members.shape[0]
     merged_q = wq.new_zeros(heads, groups, pairs, 2, hidden)
-    of_query = wq[rows_q.flatten()].reshape(heads, pairs, 2, hidden)
+    rotated_q = wq[rows_q.flatten()].reshape(heads, pairs, 2, hidden)
     if shared:
-        merged_q[:, 0] = of_query
+        merged_q[:, 0] = rotated_q
     else:
-        merged_q[torch.arange(heads), group_of_head] = of_query
+        merged_q[torch.arange(heads), group_of_head] = rotated_q
     frequencies = _frequencies(model, graph, key_table, pairs, module)
     if not torch.equal(frequencies, _frequencies(model, graph, query_table, pairs, module)):
         raise RefusedError("queries and keys are rotated by different angles", where=module, remedy=INDIRECT)
@@ -149,6 +159,9 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
         down,
         merged_q.flatten(1, 2),
         wk[rows_k[:groups].flatten()].reshape(groups * pairs, 2, hidden),
+        key_bias[group_of_head],
+        value_bias[group_of_head],
+        bk[rows_k[:groups].flatten()].reshape(groups * pairs, 2),
         torch.arange(groups).repeat_interleave(pairs),
         frequencies.repeat(groups),
     )
@@ -195,38 +208,38 @@ def _pair_members(width: int, layout: str) -> Tensor:
 
 def _latent(
     graph: Graph, key: Operand, value: Operand, x: fx.Node, weight: Any, module: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """down [d_c, D], key_up [KV heads, d_n, d_c] and value_up [KV heads, d_v, d_c]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """down [d_c, D], key_up [KV heads, d_n, d_c], value_up [KV heads, d_v, d_c], and the biases of the last two."""
     assert value.linear is not None
     kv_heads, d_v = value.rows.shape
     from_x = strip_layout(value.linear.x) is strip_layout(x)
     if key.linear is not None and not same_latent(key.linear, value.linear):
         raise RefusedError("keys and values are made from different inputs", where=module, remedy=INDIRECT)
     d_n = len(key.columns)
+
+    def rows(part: Operand) -> tuple[Tensor, Tensor]:
+        matrix, bias = weight(part.linear)
+        return matrix[part.rows.flatten()], bias[part.rows.flatten()]
+
+    w_v, b_v = rows(value)
+    w_k, b_k = rows(key) if key.linear is not None else (w_v[:0], b_v[:0])
     if not from_x:
         source = linear_of(graph, strip_layout(value.linear.x))
         if source is None or strip_layout(source.x) is not strip_layout(x):
             raise RefusedError("its latent is not linear in the layer's input", where=module, remedy=INDIRECT)
-        down = weight(source)
-        value_up = weight(value.linear)[value.rows.flatten()].reshape(kv_heads, d_v, -1)
-        key_up = (
-            weight(key.linear)[key.rows.flatten()].reshape(kv_heads, d_n, -1)
-            if key.linear is not None
-            else down.new_zeros(kv_heads, 0, down.shape[0])
-        )
-        return down, key_up, value_up
-    rows_v = value.rows
-    w_v = weight(value.linear)[rows_v.flatten()]
-    w_k = weight(key.linear)[key.rows.flatten()] if key.linear is not None else w_v[:0]
-    joint = torch.cat([w_k, w_v])
-    if joint.shape[0] < joint.shape[1]:  # [K | V] itself is the latent
-        up = torch.eye(joint.shape[0], dtype=joint.dtype)
-        down = joint
-    else:  # the layer's input is
-        up, down = joint, torch.eye(joint.shape[1], dtype=joint.dtype)
-    count = w_k.shape[0]
-    width = down.shape[0]
-    return down, up[:count].reshape(kv_heads, d_n, width), up[count:].reshape(kv_heads, d_v, width)
+        down, constant = weight(source)
+        up, bias = torch.cat([w_k, w_v]), torch.cat([b_k + w_k @ constant, b_v + w_v @ constant])
+    else:
+        joint, bias = torch.cat([w_k, w_v]), torch.cat([b_k, b_v])
+        one = torch.eye(min(joint.shape), dtype=joint.dtype)
+        # [K | V] itself is the latent, or else the layer's input is
+        up, down = (one, joint) if joint.shape[0] < joint.shape[1] else (joint, one)
+    keys, values = up.split([kv_heads * d_n, kv_heads * d_v])
+    of_keys, of_values = bias.split([kv_heads * d_n, kv_heads * d_v])
+    return (
+        down, keys.reshape(kv_heads, d_n, len(down)), values.reshape(kv_heads, d_v, len(down)),
+        of_keys.reshape(kv_heads, d_n), of_values.reshape(kv_heads, d_v),
+    )  # fmt: skip
 
 
 def _frequencies(model: nn.Module, graph: Graph, table: fx.Node, pairs: int, module: str) -> Tensor:

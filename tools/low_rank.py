@@ -1,7 +1,9 @@
 """What the low-rank methods of mha-to-mla cost, on SmolLM2-135M-Instruct: ``python -m latentscan.tools.low_rank``.
 
 Every method x cut x allocation, converted on several calibration subsets and never trained. Calibration rows are drawn
-from the even topics of Python's own documentation, the held-out rows lie evenly over the odd ones, as in the demo.
+from the even topics of Python's own documentation; held-out rows are of the odd ones: the first of them choose d_c and
+d_r (``--choose``), others, evenly over the rest, give the table. Statistics are shared by the cells of a subset, and
+every cell is written to ``--out`` when it is measured: the same command goes on where it was.
 The new weights are those of the pass; the loss is measured with a plain eager attention that reads them (a test holds
 it to the wrapped model's), because tracing the model anew for every cell would take most of the time.
 """
@@ -15,6 +17,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,19 +31,46 @@ from latentscan.passes.mha_to_mla_rotary import Place, place_of
 from latentscan.passes.pipeline import parse
 from latentscan.runtime.calibration import Calibration, Moments, statistics_for
 
-# d_c / d_r per method and cut of the 384 elements per token and layer: of those tried, each method's best.
+# d_c / d_r per method and cut of the 384 elements per token and layer: of CANDIDATES, each method's best.
 SIZES = {
     ("transmla", 192): (128, 64), ("transmla", 96): (64, 32),
+    ("transmla-unfolded", 192): (128, 64), ("transmla-unfolded", 96): (48, 48),
     ("pca", 192): (96, 96), ("pca", 96): (48, 48),
     ("two-sided", 192): (144, 48), ("two-sided", 96): (68, 28),
 }  # fmt: skip
-METHODS, CUTS, ALLOCATIONS = ("transmla", "pca", "two-sided"), (192, 96), ("uniform", "energy")
+CANDIDATES = {  # d_r; for transmla all that it can have
+    ("transmla", 192): (64, 32, 16), ("transmla", 96): (64, 32, 16, 8),
+    ("transmla-unfolded", 192): (64, 56, 48, 40, 32), ("transmla-unfolded", 96): (64, 48, 40, 32, 24),
+    ("pca", 192): (120, 108, 96, 84, 72, 60), ("pca", 96): (60, 48, 42, 36, 24),
+    ("two-sided", 192): (64, 56, 48, 40, 32), ("two-sided", 96): (40, 32, 28, 24, 20),
+}  # fmt: skip
+METHODS, CUTS = ("transmla", "transmla-unfolded", "pca", "two-sided"), (192, 96)
+ALLOCATIONS = ("uniform", "energy")
+BEFORE = 384
+CHOOSING = 8  # held-out rows that sizes are chosen on: the first of the text
 
 
-def pipeline(method: str, cut: int, allocation: str) -> str:
-    rank, rope_dim = SIZES[method, cut]
-    end = "" if allocation == "uniform" else f",allocation={allocation}"
-    return f"mha-to-mla{{rank={rank},rope_dim={rope_dim},method={method}{end}}}"
+@dataclass(frozen=True)
+class Cell:
+    """One conversion of the model."""
+
+    method: str
+    cut: int
+    allocation: str
+    rope_dim: int
+
+    @property
+    def words(self) -> str:
+        end = "" if self.allocation == "uniform" else f",allocation={self.allocation}"
+        return f"mha-to-mla{{rank={self.cut - self.rope_dim},rope_dim={self.rope_dim},method={self.method}{end}}}"
+
+
+def cells(methods: Sequence[str], cuts: Sequence[int], allocations: Sequence[str], choose: bool) -> list[Cell]:
+    """The cells of the table, or those that sizes are chosen from."""
+    kinds = [(method, cut) for cut in cuts for method in methods]
+    if choose:
+        return [Cell(*kind, "uniform", d_r) for kind in kinds for d_r in CANDIDATES[kind]]
+    return [Cell(*kind, allocation, SIZES[kind][1]) for kind in kinds for allocation in allocations]
 
 
 def converted(model: Any, text: str, statistics: dict[str, Moments], graph: Any) -> dict[str, Any]:
@@ -124,10 +155,51 @@ def nll(model: Any, rows: torch.Tensor, batch: int = 4) -> float:
     return total / (rows.numel() - len(rows))
 
 
+class Results:
+    """Measured losses in a file of JSON lines, one a measurement, written as soon as it is made.
+
+    A line is of the same measurement as another if everything but its "nll" and "seconds" is the same.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def find(self, **what: Any) -> float | None:
+        known = (x["nll"] for x in self.lines if {k: v for k, v in x.items() if k not in ("nll", "seconds")} == what)
+        return next(known, None)
+
+    def add(self, nll: float, seconds: float, **what: Any) -> None:
+        self.lines.append({**what, "nll": nll, "seconds": round(seconds, 1)})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.lines[-1], sort_keys=True) + "\n")
+
+
+def held_out(rows: torch.Tensor, count: int, choose: bool) -> torch.Tensor:
+    """The rows that sizes are chosen on, or ``count`` others."""
+    if choose:
+        return rows[:CHOOSING]
+    return rows[torch.linspace(CHOOSING, len(rows) - 1, count).long()]
+
+
 def measure(
-    seeds: Sequence[int], rows: int, held_out_rows: int, cells: Sequence[tuple[str, int, str]], say: Any
+    seeds: Sequence[int],
+    rows: int,
+    count: int,
+    wanted: Sequence[Cell],
+    results: Results,
+    say: Any,
+    choose: bool = False,
 ) -> dict[str, Any]:
-    """Calibrate once a seed, convert and measure every cell."""
+    """Calibrate once a seed, convert and measure every cell that ``results`` does not hold yet.
+
+    Args:
+        rows: calibration rows. count: held-out rows. say: told every result.
+
+    Returns:
+        "baseline": NLL of the model as it is. "cells": (cell, NLL of every seed).
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from latentscan.runtime.wrap import planning_graph
@@ -137,38 +209,60 @@ def measure(
     folder, file = demo.smollm2_folder()
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    calibration, text = demo.texts()
-    ids = torch.tensor(tokenizer(calibration)["input_ids"])
-    seen = ids[: len(ids) // demo.LENGTH * demo.LENGTH].reshape(-1, demo.LENGTH)
-    other = torch.tensor(tokenizer(text)["input_ids"])
-    other = other[: len(other) // demo.LENGTH * demo.LENGTH].reshape(-1, demo.LENGTH)
-    held_out = other[torch.linspace(0, len(other) - 1, held_out_rows).long()]
-    graph = planning_graph(model)
-    result: dict[str, Any] = {"baseline": nll(model, held_out), "rows": rows, "held_out": held_out_rows, "cells": {}}
-    say(f"not compressed: {result['baseline']:.4f}")
+    seen, other = (
+        ids[: len(ids) // demo.LENGTH * demo.LENGTH].reshape(-1, demo.LENGTH)
+        for ids in (torch.tensor(tokenizer(text)["input_ids"]) for text in demo.texts())
+    )
+    measured = held_out(other, count, choose)
+    common = {"rows": rows, "held_out": len(measured), "choose": choose}
+
+    def baseline() -> float:
+        known = results.find(cell=None, **common)
+        if known is None:
+            began = time.perf_counter()
+            known = nll(model, measured)
+            results.add(known, time.perf_counter() - began, cell=None, **common)
+        return known
+
+    result: dict[str, Any] = {"baseline": baseline(), "cells": {cell: [] for cell in wanted}}
+    say(f"{len(measured)} of {len(other)} held-out rows, not compressed: {result['baseline']:.4f}")
+    graph, done = None, 0
     for seed in seeds:
-        began = time.perf_counter()
-        first = parse(pipeline(*cells[0]))
-        statistics = statistics_for(model, first, Calibration(seen, rows=rows, seed=seed))
-        say(f"seed {seed}: {rows} of {len(seen)} rows in {time.perf_counter() - began:.0f} s")
-        for cell in cells:
-            words = pipeline(*cell)
-            made = converted(model, words, statistics, graph)
-            assert sum(m["facts"]["d_c"] + m["facts"]["d_r"] for m in made.values()) == cell[1] * len(made)
-            with replaced(model, made):
-                value = nll(model, held_out)
-            result["cells"].setdefault(words, []).append(value)
-            say(f"seed {seed}: {words}: {value:.4f}")
+        statistics = None
+        for cell in wanted:
+            done += 1
+            what = {"cell": asdict(cell), "seed": seed, **common}
+            value = results.find(**what)
+            if value is None:
+                began = time.perf_counter()
+                if statistics is None:
+                    statistics = statistics_for(model, parse(cell.words), Calibration(seen, rows=rows, seed=seed))
+                    say(f"seed {seed}: {rows} of {len(seen)} rows in {time.perf_counter() - began:.0f} s")
+                    began = time.perf_counter()
+                graph = planning_graph(model) if graph is None else graph
+                made = converted(model, cell.words, statistics, graph)
+                assert sum(m["facts"]["d_c"] + m["facts"]["d_r"] for m in made.values()) == cell.cut * len(made)
+                with replaced(model, made):
+                    value = nll(model, measured)
+                results.add(value, time.perf_counter() - began, **what)
+            result["cells"][cell].append(value)
+            say(f"{done} of {len(seeds) * len(wanted)}: seed {seed}: {cell.words}: {value:.4f}")
     return result
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    lines = ["| pipeline | NLL (mean) | above the original | spread (max - min) | seeds |", "|---|---|---|---|---|"]
-    for words, values in result["cells"].items():
+    lines = [
+        "| cut | method | allocation | d_c / d_r | NLL (mean) | above the original | spread (max - min) | seeds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell, values in result["cells"].items():
         mean = math.fsum(values) / len(values)
         above, spread = mean - result["baseline"], max(values) - min(values)
-        lines.append(f"| `{words}` | {mean:.3f} | {above:.3f} | {spread:.3f} | {len(values)} |")
+        lines.append(
+            f"| {1 - cell.cut / BEFORE:.0%} | `{cell.method}` | {cell.allocation} | {cell.cut - cell.rope_dim}/"
+            f"{cell.rope_dim} | {mean:.3f} | +{above:.3f} | {spread:.3f} | {len(values)} |"
+        )
     return "\n".join(lines)
 
 
@@ -176,23 +270,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m latentscan.tools.low_rank", description=__doc__)
     parser.add_argument("--seeds", default="0,1,2", help="calibration subsets, numbers with commas between")
     parser.add_argument("--rows", type=int, default=16, help="calibration rows of 256 tokens")
-    parser.add_argument("--held-out", type=int, default=8, help="held-out rows of 256 tokens")
+    parser.add_argument("--held-out", type=int, default=16, help="held-out rows of 256 tokens")
+    parser.add_argument("--choose", action="store_true", help="measure the sizes of CANDIDATES on rows of their own")
+    parser.add_argument("--out", type=Path, default=Path("low-rank.jsonl"), help="what is measured, a line a cell")
     for name, all_of in (("methods", METHODS), ("cuts", CUTS), ("allocations", ALLOCATIONS)):
         parser.add_argument(f"--{name}", default=",".join(map(str, all_of)), help="a selection of these")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the table")
     given = parser.parse_args(arguments)
-    cells = [
-        (method, int(cut), allocation)
-        for cut in given.cuts.split(",")
-        for method in given.methods.split(",")
-        for allocation in given.allocations.split(",")
-    ]
-    unknown = [c for c in cells if c[:2] not in SIZES or c[2] not in ALLOCATIONS]
-    if unknown:
-        parser.error(f"there is no cell {unknown[0]}")
+    for name, all_of in (("methods", METHODS), ("cuts", CUTS), ("allocations", ALLOCATIONS)):
+        unknown = [w for w in getattr(given, name).split(",") if w not in map(str, all_of)]
+        if unknown:
+            parser.error(f"there is no {unknown[0]!r} among {name}: {', '.join(map(str, all_of))}")
+    cuts = [int(c) for c in given.cuts.split(",")]
+    wanted = cells(given.methods.split(","), cuts, given.allocations.split(","), given.choose)
     seeds = [int(s) for s in given.seeds.split(",")]
-    result = measure(seeds, given.rows, given.held_out, cells, lambda line: print(line, file=sys.stderr, flush=True))
-    print(json.dumps(result, sort_keys=True) if given.json else table(result))
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    result = measure(seeds, given.rows, given.held_out, wanted, Results(given.out), say, given.choose)
+    print(table(result))
     return 0
 
 

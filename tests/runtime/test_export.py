@@ -30,6 +30,7 @@ IDS = torch.randint(3, 128, (2, 21), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[1, :4] = 0
 LOW_RANK = "mha-to-mla{method=pca,rank=24,rope_dim=8},latent-cache,mla-absorb"
+TWO_SIDED = "mha-to-mla{rank=12,rope_dim=8},latent-cache,mla-absorb"
 PLAIN = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -80,12 +81,14 @@ FIT = {
     "MQA, exact": ("mha-to-mla,latent-cache", {"num_key_value_heads": 1}, (32, 33)),
     "MQA, low rank": (LOW_RANK.replace("24", "12"), {"num_key_value_heads": 1, "num_hidden_layers": 1}, (20, 21)),
     "GQA, low rank, tied": (LOW_RANK, {"num_hidden_layers": 1, "tie_word_embeddings": True}, (32, 33)),
+    "MQA, two-sided": (TWO_SIDED, {"num_key_value_heads": 1, "num_hidden_layers": 1}, (20, 21)),
+    "GQA, two-sided": (TWO_SIDED, {"num_hidden_layers": 1}, (20, 21)),
     "MHA, low rank": (LOW_RANK, {"num_key_value_heads": 4, "num_hidden_layers": 1}, (32, 33)),
     "GQA, exact": ("mha-to-mla", {"num_hidden_layers": 1}, (64, 65)),
 }
 
 
-@pytest.mark.parametrize("kind", [k if k == "MQA, low rank" else pytest.param(k, marks=pytest.mark.slow) for k in FIT])
+@pytest.mark.parametrize("kind", [k if k == "GQA, two-sided" else pytest.param(k, marks=pytest.mark.slow) for k in FIT])
 def test_plain_transformers_and_latentscan_read_the_export(kind, tmp_path):
     pipeline, words, elements = FIT[kind]
     model = converted(pipeline, **words)
@@ -138,7 +141,7 @@ REFUSED = {
     "qwen3": ("mha-to-mla", {}, "not linear in the layer's input .a norm"),
     "gemma2": ("mha-to-mla", {}, "softcap|has no hidden_act"),
     "phi3": ("mha-to-mla", {}, "counterpart|place in DeepSeek|layout"),
-    "qwen2": (LOW_RANK, {}, "is a bias, and DeepSeek-V3's queries"),
+    "qwen2": (LOW_RANK, {}, "is a bias of queries, and DeepSeek-V3's have none"),
     "mistral": ("mha-to-mla", {"sliding_window": 8}, "window"),
 }
 
@@ -254,8 +257,8 @@ def test_scores_and_values_are_those_of_the_parts_in_fp64(groups, per_group, d_n
         query_rope = query_rope * own[:, :, None, None, None]
         return Parts(
             "m", 0.3, rand(heads, d_n, hidden), rand(heads, d_n, d_c), rand(heads, d_v, d_c), rand(d_c, hidden),
-            query_rope.flatten(1, 2), rand(count, 2, hidden), torch.arange(groups).repeat_interleave(len(pairs)),
-            table[pairs].repeat(groups),
+            query_rope.flatten(1, 2), rand(count, 2, hidden), rand(heads, d_n), rand(heads, d_v), rand(count, 2),
+            torch.arange(groups).repeat_interleave(len(pairs)), table[pairs].repeat(groups),
         )  # fmt: skip
 
     parts = [part([0, 2]), part([1, 2, 3])]
@@ -280,16 +283,18 @@ def test_scores_and_values_are_those_of_the_parts_in_fp64(groups, per_group, d_n
         turned_k = rope(key[None, None], cos, sin, layout="half")[0]
         got = (q[..., : d_n + 1] @ k_n.mT + turned_q @ turned_k.mT) * (d_n + 1 + 2 * len(slots)) ** -0.5
         c = x @ one.down.T
-        want = torch.einsum("hnd,sd,hnc,tc->hst", one.query, x, one.key_up, c)
+        plain = torch.einsum("hnc,tc->htn", one.key_up, c) + one.key_bias[:, None]
+        want = torch.einsum("hnd,sd,htn->hst", one.query, x, plain)
         for index in range(len(one.frequencies)):
             turn = torch.arange(6, dtype=torch.float64) * one.frequencies[index].double()
             qp = torch.einsum("hmd,sd->hsm", one.query_rope[:, index], x)
-            kp = torch.einsum("md,td->tm", one.key_rope[index], x)
+            kp = torch.einsum("md,td->tm", one.key_rope[index], x) + one.key_rope_bias[index]
             zq, zk = torch.complex(*qp.unbind(-1)), torch.complex(*kp.unbind(-1))
             z = (zq * torch.polar(torch.ones(6).double(), turn))[:, :, None]
             want = want + (z * (zk * torch.polar(torch.ones(6).double(), turn)).conj()).real
         torch.testing.assert_close(got, want * one.scale, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(v, torch.einsum("hvc,tc->htv", one.value_up, c), rtol=1e-9, atol=1e-9)
+        values = torch.einsum("hvc,tc->htv", one.value_up, c) + one.value_bias[:, None]
+        torch.testing.assert_close(v, values, rtol=1e-9, atol=1e-9)
 
 
 DEFAULT = (1.0 / 500.0 ** (torch.arange(0, 6, 2, dtype=torch.float) / 6)).tolist()
