@@ -4,8 +4,8 @@ DeepSeek-V3 normalises its latent (RMS norm), a converted model does not. The no
 feature is the constant M (a bias), so that the mean square is (|c|^2 + M^2) / n, constant up to
 |c|^2 / M^2; the layer's input is itself normalised, |x_hat|^2 <= D, so |c| <= s sqrt(D) with s the largest singular
 value of W_DKV diag(gamma). M is the first power of two for which |c|^2 / M^2 is below the dtype's unit roundoff, and
-the norm's weight and W_UK, W_UV undo the constant. The norm makes that feature 1, and biases of keys and values are what
-W_UK and W_UV read from it; the rotated key's bias is one of ``kv_a_proj_with_mqa``.
+the norm's weight and W_UK, W_UV undo the constant. The norm makes that feature 1, and biases of keys and values are
+what W_UK and W_UV read from it; the rotated key's bias is one of ``kv_a_proj_with_mqa``.
 
 Layers may differ in latent width and in rotated pairs: what a layer lacks are zeros. The exported model's logits are
 compared with the converted model's before anything is written.

@@ -107,7 +107,8 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
             raise RefusedError("a projection is computed, not a parameter", where=module, remedy="dequantise it first")
         matrix = get(model, known[0].path).detach().double()
         matrix = matrix.t() if linear.transposed else matrix
-        return matrix, matrix.new_zeros(len(matrix)) if known[1] is None else get(model, known[1].path).detach().double()
+        bias = None if known[1] is None else get(model, known[1].path).detach().double()
+        return matrix, matrix.new_zeros(len(matrix)) if bias is None else bias
 
     def of_query(linear: Linear) -> Tensor:
         """[out, in]; refuses a bias that is not zero."""

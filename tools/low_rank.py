@@ -38,11 +38,11 @@ SIZES = {
     ("pca", 192): (96, 96), ("pca", 96): (48, 48),
     ("two-sided", 192): (144, 48), ("two-sided", 96): (68, 28),
 }  # fmt: skip
-CANDIDATES = {  # d_r; for transmla all that it can have
-    ("transmla", 192): (64, 32, 16), ("transmla", 96): (64, 32, 16, 8),
-    ("transmla-unfolded", 192): (64, 56, 48, 40, 32), ("transmla-unfolded", 96): (64, 48, 40, 32, 24),
-    ("pca", 192): (120, 108, 96, 84, 72, 60), ("pca", 96): (60, 48, 42, 36, 24),
-    ("two-sided", 192): (64, 56, 48, 40, 32), ("two-sided", 96): (40, 32, 28, 24, 20),
+CANDIDATES = {  # d_r
+    ("transmla", 192): (64, 32, 16), ("transmla", 96): (64, 32, 16),
+    ("transmla-unfolded", 192): (64, 56, 48, 40, 32), ("transmla-unfolded", 96): (64, 48, 32),
+    ("pca", 192): (120, 96, 72), ("pca", 96): (60, 48, 36),
+    ("two-sided", 192): (56, 48, 40), ("two-sided", 96): (32, 28, 24),
 }  # fmt: skip
 METHODS, CUTS = ("transmla", "transmla-unfolded", "pca", "two-sided"), (192, 96)
 ALLOCATIONS = ("uniform", "energy")
