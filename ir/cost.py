@@ -238,7 +238,6 @@ class Held:
     size: sympy.Expr
     first: int
     last: int
-    recomputed: bool
 
 
 def held(graph: Graph) -> list[Held]:
@@ -258,7 +257,7 @@ def held(graph: Graph) -> list[Held]:
             if key in found:
                 found[key][2] = max(found[key][2], last)
             else:
-                found[key] = [expression(storage.nbytes()), at, last, REGION in node.meta]
+                found[key] = [expression(storage.nbytes()), at, last]
     return [Held(*parts) for parts in found.values()]
 
 
@@ -268,18 +267,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
 
 
-def saved_bytes(graph: Graph, values: Values) -> int:
-    """Bytes of everything that a backward pass could want: an upper estimate of what training keeps.
-
-    Inside a recompute region nothing is kept.
-    """
-    sizes = _Memo(values)
-    return sum(sizes(h.size) for h in held(graph) if not h.recomputed)
-
-
 def peak_bytes(graph: Graph, values: Values) -> int:
     """Most bytes alive at once when the nodes run one after another and each value is freed after its last reader."""
-    sizes = _Memo(values)
+    sizes = Memo(values)
     changes: Counter[int] = Counter()
     for h in held(graph):
         size = sizes(h.size)
@@ -292,7 +282,9 @@ def peak_bytes(graph: Graph, values: Values) -> int:
     return peak
 
 
-class _Memo:
+class Memo:
+    """Terms evaluated at given values, each once."""
+
     def __init__(self, values: Values) -> None:
         self.values, self.known = values, dict[sympy.Expr, int]()
 

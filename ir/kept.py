@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from latentscan.ir.block import from_weights, is_parameter, sides_of, tensors_of
-from latentscan.ir.cost import bytes_expression
+from latentscan.ir.cost import Memo, Values, bytes_expression
 from latentscan.ir.graph import REGION, VALUE, Graph
 from latentscan.ir.layout import is_layout, linear_of
 from latentscan.ir.ops.base import REGISTRY
@@ -36,7 +36,9 @@ _PRODUCTS = {
     operator.mul, torch.mul, "mul", operator.matmul, torch.matmul, torch.bmm, torch.mm, torch.einsum, "matmul", "bmm",
     operator.truediv, torch.div, "div",
 }  # fmt: skip
-_OF_INPUT = {operator.pow, torch.pow, "pow", F.silu, F.gelu, "square", torch.square}
+_OF_INPUT = {
+    operator.pow, torch.pow, "pow", F.silu, F.gelu, "square", torch.square, "sin", "cos", torch.sin, torch.cos,
+}  # fmt: skip
 _OF_OUTPUT = {
     torch.rsqrt, "rsqrt", torch.sqrt, "sqrt", torch.exp, "exp", torch.sigmoid, "sigmoid", torch.tanh, "tanh",
     torch.softmax, F.softmax, "softmax", F.relu, torch.relu, "relu",
@@ -124,8 +126,11 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
             found[node, "value"] = keys * expression(width)
         else:
             keep(value)
+        heads_last = expression(graph.value(query).stride(1)).is_number  # laid out as [B, S, H, D]
         if on_cpu and width != wide:
             found[node, "out"] = rows * expression(width) * item
+        elif on_cpu and not heads_last:  # it gives what it makes the query's layout, and bringing heads last copies
+            found[node, "out"] = bytes_expression(graph.value(node))
         else:
             found[_result(graph, node)] = bytes_expression(graph.value(node))
         found[node, "logsumexp"] = rows * max(4, item)
@@ -199,13 +204,18 @@ def moved(graph: Graph, *values: fx.Node) -> sympy.Expr:
 def training(graph: Graph) -> Sizes:
     """What a training step holds on the device between its forward and its backward: storage -> bytes.
 
-    A recompute region keeps what it reads from outside, and nothing else.
+    A recompute region keeps what it reads from outside, and nothing else. What descends from no parameter and no input
+    that may take a gradient (tables of angles, masks) has no backward.
     """
     found: Sizes = {}
     regions: dict[int, list[fx.Node]] = {}
+    derived: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
+        if node.op == "placeholder" and _trained(graph, node):
+            derived.add(node)
+        if node.op not in ("call_function", "call_method") or derived.isdisjoint(node.all_input_nodes):
             continue
+        derived.add(node)
         if REGION in node.meta:
             regions.setdefault(node.meta[REGION], []).append(node)
         else:
@@ -216,3 +226,9 @@ def training(graph: Graph) -> Sizes:
                 found[storage_of(side)] = _size(side)
     away = host_keys(graph)
     return {key: size for key, size in found.items() if key not in away}
+
+
+def training_bytes(graph: Graph, values: Values) -> int:
+    """Bytes of :func:`training` at given sizes."""
+    at = Memo(values)
+    return sum(at(size) for size in training(graph).values())

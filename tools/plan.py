@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from latentscan import __version__
-from latentscan.ir.cost import Kind, Values, cache_bytes_per_token, cost_by_kind, peak_bytes, saved_bytes
+from latentscan.ir.cost import Kind, Values, cache_bytes_per_token, cost_by_kind, peak_bytes
 from latentscan.ir.graph import Graph
+from latentscan.ir.kept import training_bytes
 from latentscan.ir.mesh import Mesh, parse_mesh
 from latentscan.ir.weights import bytes_of
 from latentscan.passes.base import Context, Pass, Refusal, Site
@@ -63,7 +64,8 @@ def plan(
         it makes and of those that they replace. "sites", "refusals": with
         repeated layers folded. "weights": before, after, made, released. "cache": bytes_per_token of one row before and
         after, state_bytes_per_row, bytes_at_seq. "phases": by name, tokens, past, forms, and before and after each with
-        flops, activation_bytes (peak, or saved for the backward pass; upper estimates), nodes and kinds of nodes.
+        flops, activation_bytes (peak, an upper estimate; or kept for the backward pass on a GPU, without the loss), and
+        nodes and kinds of nodes.
         "errors": passes that find nothing, as ``wrap`` would raise them.
 
     Raises:
@@ -226,7 +228,7 @@ def _figures(graph: Graph, kinds: dict[str, Kind], phase: Phase, values: Values)
         }
         for name, k in kinds.items()
     }
-    activations = saved_bytes(graph, values) if phase.name == "train" else peak_bytes(graph, values)
+    activations = training_bytes(graph, values) if phase.name == "train" else peak_bytes(graph, values)
     return {
         "flops": sum(r["flops"] for r in rows.values()),
         "activation_bytes": activations,

@@ -135,7 +135,7 @@ def _costs(data: dict[str, Any]) -> Group:
         before, after = phase["before"], phase["after"]
         step = f"{name}, {phase['tokens']} tokens" + (f" after {phase['past']}" if phase["past"] else "")
         row(f"{step}: operations", before["flops"], after["flops"], flops_text)
-        kind = "saved, at most" if name == "train" else "at once, at most"
+        kind = "kept for backward" if name == "train" else "at once, at most"
         row(f"{step}: activations {kind}", before["activation_bytes"], after["activation_bytes"], bytes_text)
     note = Text(
         "Operations: products, convolutions, scans, attention. Activations: as the graph stands, before any fusion.",

@@ -16,9 +16,9 @@ from latentscan.ir.cost import (
     einsum_flops,
     evaluate,
     peak_bytes,
-    saved_bytes,
 )
 from latentscan.ir.graph import Graph
+from latentscan.ir.kept import training_bytes
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.phases import Phase, traced_phases, values_of
 from latentscan.runtime.wrap import planning_graph
@@ -174,7 +174,7 @@ def test_gradients_cost_twice_their_product_and_a_recomputed_layer_once_more():
     more = cost_by_kind(again, backward=True)["linear"].flops.at(sizes(again, 2, 8))
     head = 2 * 2 * 8 * 64 * 128  # the logits are outside of the layers
     assert more == 2 * kinds["linear"].flops.at(at) - head
-    assert saved_bytes(again, sizes(again, 2, 8)) < saved_bytes(plain, at) / 3
+    assert training_bytes(again, sizes(again, 2, 8)) < training_bytes(plain, at) / 3
 
 
 def test_activations_by_hand():
@@ -189,7 +189,6 @@ def test_activations_by_hand():
     graph = capture(Chain(), inputs={"input": torch.ones(4, 6)})
     values = input_sizes(graph, 40, 60)
     whole = 40 * 60 * 4
-    # a, b, c, a + b, a + b + c; two sums and their sum of 4 bytes
-    assert saved_bytes(graph, values) == 5 * whole + 3 * 4
+    assert training_bytes(graph, values) == 2 * whole  # a: of exp and sin; b: of cos
     # a, b, c and a + b are alive together, with the first sum
     assert 4 * whole <= peak_bytes(graph, values) <= 4 * whole + 8

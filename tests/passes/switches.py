@@ -23,8 +23,11 @@ class _Held:
         self.tensor = tensor
 
 
-def kept_bytes(model: Any, **inputs: Any) -> int:
+def kept_bytes(model: Any, of: str = "loss", **inputs: Any) -> int:
     """Device bytes that autograd holds between the forward and the backward of one step, which is then run.
+
+    Args:
+        of: the output whose sum's gradients are taken; with "logits" what the loss keeps is left out.
 
     Each storage counts once, parameters and buffers do not, nor does what a swap put on the host (the hooks are not
     given that).
@@ -38,14 +41,14 @@ def kept_bytes(model: Any, **inputs: Any) -> int:
         return held
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
-        loss = model(**inputs).loss
+        loss = model(**inputs)[of]
     sizes = {}
     for held in list(alive):
         storage = held.tensor.untyped_storage()
         if storage._cdata not in mine:
             sizes[storage._cdata] = storage.nbytes()
     del held
-    loss.backward()
+    loss.sum().backward()
     return sum(sizes.values())
 
 

@@ -24,6 +24,7 @@ from latentscan.runtime.phases import traced_phases
 from latentscan.runtime.source import resolve
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
+from latentscan.tests.passes.switches import kept_bytes
 from latentscan.tools.plan import SCHEMA, plan
 from latentscan.tools.plan_text import weights_text
 
@@ -143,6 +144,21 @@ def test_training_counts_gradients_and_what_they_keep():
     )
     for figure in ("flops", "activation_bytes"):  # rotary tables do not grow with the batch
         assert 0 <= 2 * once[figure] - twice[figure] < once[figure] / 50
+
+
+def test_planned_activation_bytes_are_those_that_autograd_keeps():
+    """MHA, which the CPU's attention keeps as a GPU's does, but that bringing heads last copies its output."""
+    pipeline, model = "mla-zero-memory", "tiny:llama{num_key_value_heads=4}"
+    (phase,) = plan(resolve(model), pipeline, batch=2, seq=24, train=True)["phases"].values()
+    ids = torch.randint(3, 100, (2, 24), generator=torch.Generator().manual_seed(0))
+    held = {}
+    for words in ("", pipeline):
+        wrapped = wrap(resolve(model).load().train(), words)
+        held[words] = kept_bytes(wrapped, "logits", input_ids=ids, use_cache=False) - ids.numel() * 8
+    assert held[pipeline] < 0.8 * held[""]
+    copies = 2 * ids.numel() * 64 * 4  # layers x tokens x hidden size
+    assert phase["before"]["activation_bytes"] == held[""] - copies
+    assert phase["after"]["activation_bytes"] == held[pipeline]  # nothing inside is kept, the copy neither
 
 
 def test_the_plan_is_plain_data_and_the_same_every_time():
