@@ -52,7 +52,7 @@ class MhaToMla(Pass):
     method: str = field(default="auto", metadata={"choices": ("auto", "exact", *LOW_RANK)})
     allocation: str = field(default="uniform", metadata={"choices": ("uniform", "energy")})
     balance: bool = True
-    full_rope: str = field(default="auto", metadata={"choices": ("auto", "keys", "input", "none")})
+    full_rope: str = field(default="none", metadata={"choices": ("none", "auto", "keys", "input")})
     max_condition: float = 100.0
 
     name: ClassVar[str] = "mha-to-mla"
@@ -61,10 +61,11 @@ class MhaToMla(Pass):
     math: ClassVar[str] = (
         "Exact: without rotation on K the layer's input is the latent, d_c = min(D, 2 n_kv d_h), or a basis of what "
         "W_K and W_V read where their rank is smaller (singular values above 4 eps); with partial rotary it is that "
-        "and the rotated features, D + n_kv d_rot. With full rotary, where that halves the cache (MHA): K before its "
-        "rotation, V = K W_K^-1 W_V, if cond(W_K) <= max_condition and the weights are float32, else the input; "
-        "position ids are cached beside, K is rotated on read, and the expansion runs for all cached tokens at every "
-        "step (full_rope: auto, keys, input, none). Everywhere else (full-rotary GQA) there is no exact saving: "
+        "and the rotated features, D + n_kv d_rot. With full rotary, where that halves the cache (MHA), only if "
+        "full_rope asks for it, because the expansion then runs for all cached tokens at every step, D^2 to 2 D^2 "
+        "multiply-adds each: full_rope=keys, K before its rotation, V = K W_K^-1 W_V, if cond(W_K) <= max_condition "
+        "and the weights are float32; input, the layer's input; auto, the first of these that holds. Position ids are "
+        "cached beside, K is rotated on read. Everywhere else (full-rotary GQA) there is no exact saving: "
         "[K | V] itself is the latent, d_c = 2 n_kv d_h, which saves nothing. Biases, norms, sinks, softcaps and "
         "windows stay what they are. "
         "Low rank (rank = d_c and rope_dim = d_r, elements per token and layer), by method: "
@@ -110,7 +111,7 @@ class MhaToMla(Pass):
                 f"pass {self.name}: balance=false without method=pca, the one that it belongs to",
                 remedy="give method=pca as well",
             )
-        if self.wants_statistics and (self.full_rope != "auto" or self.max_condition != 100.0):
+        if self.wants_statistics and (self.full_rope != "none" or self.max_condition != 100.0):
             raise PipelineError(
                 f"pass {self.name}: full_rope and max_condition are of the exact form", remedy="leave rank out"
             )

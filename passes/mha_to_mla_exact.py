@@ -146,12 +146,17 @@ def _on_read_form(
         inner = int(graph.shape(sides.x)[-1])
         return f"the layer's input has {inner} elements, the two together are made from no fewer"
     inner = int(graph.shape(sides.x)[-1])
-    if full_rope == "none" or (planned is not None and planned not in ON_READ_RULES):
-        return "option full_rope=none"
+    what = "keys are rotated as a whole" if sides.positions else "keys are normed as a whole"
     if 2 * inner > both:
-        what = "keys are rotated as a whole" if sides.positions else "keys are normed as a whole"
         return f"{what}, and the layer's input ({inner}) is more than half of K and V ({both})"
     extra = 1 if sides.positions else 0
+    if planned is not None and planned not in ON_READ_RULES:
+        return "as planned"
+    if planned is None and full_rope == "none":
+        return (
+            f"{what}; full_rope=auto would cache {inner + extra} elements in place of {both}, exactly, and pay for it "
+            f"with up to {inner * both} multiply-adds at every step for every cached token"
+        )
     counted = f"{both} -> {inner + extra} elements per token"
     beside = " and the position id, an int32," if extra else ""
     value_features = sides.value.rows.numel()

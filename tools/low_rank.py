@@ -34,9 +34,9 @@ from latentscan.runtime.calibration import Calibration, Moments, statistics_for
 # d_c / d_r per method and cut of the 384 elements per token and layer: of CANDIDATES, each method's best.
 SIZES = {
     ("transmla", 192): (128, 64), ("transmla", 96): (64, 32),
-    ("transmla-unfolded", 192): (128, 64), ("transmla-unfolded", 96): (48, 48),
-    ("pca", 192): (96, 96), ("pca", 96): (48, 48),
-    ("two-sided", 192): (144, 48), ("two-sided", 96): (68, 28),
+    ("transmla-unfolded", 192): (136, 56), ("transmla-unfolded", 96): (48, 48),
+    ("pca", 192): (120, 72), ("pca", 96): (48, 48),
+    ("two-sided", 192): (144, 48), ("two-sided", 96): (64, 32),
 }  # fmt: skip
 CANDIDATES = {  # d_r
     ("transmla", 192): (64, 32, 16), ("transmla", 96): (64, 32, 16),
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m latentscan.tools.low_rank", description=__doc__)
     parser.add_argument("--seeds", default="0,1,2", help="calibration subsets, numbers with commas between")
     parser.add_argument("--rows", type=int, default=16, help="calibration rows of 256 tokens")
-    parser.add_argument("--held-out", type=int, default=16, help="held-out rows of 256 tokens")
+    parser.add_argument("--held-out", type=int, default=12, help="held-out rows of 256 tokens")
     parser.add_argument("--choose", action="store_true", help="measure the sizes of CANDIDATES on rows of their own")
     parser.add_argument("--out", type=Path, default=Path("low-rank.jsonl"), help="what is measured, a line a cell")
     for name, all_of in (("methods", METHODS), ("cuts", CUTS), ("allocations", ALLOCATIONS)):

@@ -65,7 +65,7 @@ class Spec:
     sinks: bool = False
     alibi: bool = False
     written_out: bool = False
-    pipeline: str = "mha-to-mla,latent-cache"
+    pipeline: str = "mha-to-mla{full_rope=auto},latent-cache"
     seed: int = 0
 
     @property
@@ -81,7 +81,7 @@ PIPELINES = (
     "mha-to-mla,latent-cache", "mha-to-mla,latent-cache", "mha-to-mla", "latent-cache",
     "mha-to-mla,mla-mm-split,latent-cache",
 )  # fmt: skip
-OPTIONS = ("{full_rope=input}", "{full_rope=keys,max_condition=1000}", "{full_rope=none}")
+OPTIONS = ("{full_rope=input}", "{full_rope=keys,max_condition=1000}", "")
 
 
 @st.composite
@@ -104,7 +104,7 @@ def specs(draw: st.DrawFn) -> Spec:
         groups, kv_heads, width, norm, kv_rank = 1, max(kv_heads, 2), max(width, 4), "", 0
         value_width, hidden, rotary = width, kv_heads * width, width if kind == "keys" else 2
     passes = draw(st.sampled_from(PIPELINES))
-    option = draw(st.sampled_from(["", "", "", *OPTIONS]))
+    option = draw(st.sampled_from([*["{full_rope=auto}"] * 3, *OPTIONS]))
     pipeline = passes.replace("mha-to-mla", "mha-to-mla" + option)
     pipeline += draw(st.sampled_from(["", ",mla-absorb{when=always}"]))
     window, softcap = draw(st.sampled_from([None, None, 1, 3])), draw(st.sampled_from([None, None, 2.0]))

@@ -26,6 +26,7 @@ from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import distance, tokens
 
 MHA = {"num_key_value_heads": 4, "num_hidden_layers": 1}
+AUTO = "mha-to-mla{full_rope=auto}"
 EXACTLY = 1e-5  # the bar, fp32 against fp64; measured about 1e-6
 
 
@@ -77,8 +78,8 @@ SLOW = ("bloom", "qwen2", "phi3")
 def test_exact_forms_are_within_the_bar_and_hold_what_they_say(name):
     rule, held = CASES[name]
     eager = _model(name)
-    option = "{full_rope=input}" if name == "phi3" else ""  # fused, and taken apart
-    model = wrap(copy.deepcopy(eager), f"mha-to-mla{option},latent-cache")
+    option = "input" if name == "phi3" else "auto"  # phi3's is fused, and taken apart
+    model = wrap(copy.deepcopy(eager), f"mha-to-mla{{full_rope={option}}},latent-cache")
     sites = [s for s in model.report.sites if s["pass"] == "mha-to-mla"]
     layers = 2 if name == "gpt2" else 1
     assert [s["rule"] for s in sites] == [rule] * layers
@@ -102,7 +103,7 @@ def test_exact_forms_are_within_the_bar_and_hold_what_they_say(name):
 def test_new_weights_go_to_disk_under_the_old_names_and_back(name, tmp_path):
     """The way back is exact but for rounding: V's weight is M W_K, K's and V's are up times down."""
     eager = _model(name)
-    model = wrap(copy.deepcopy(eager), "mha-to-mla,latent-cache", check={"default": 1e-4})
+    model = wrap(copy.deepcopy(eager), f"{AUTO},latent-cache", check={"default": 1e-4})
     model.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved")
     state = model.state_dict()
@@ -120,7 +121,7 @@ def test_new_weights_go_to_disk_under_the_old_names_and_back(name, tmp_path):
 # -- decided by numbers ------------------------------------------------------------------------------------------------
 
 
-def planned(model: Any, pipeline: str = "mha-to-mla", *, own: bool = True) -> Site:
+def planned(model: Any, pipeline: str = AUTO, *, own: bool = True) -> Site:
     (site,) = run(planning_graph(model), parse(pipeline), Context(own_parameters=own)).records[0].sites
     return site
 
@@ -129,20 +130,29 @@ def test_keys_alone_need_an_inverse_that_holds():
     """The bound of the condition number itself; below it the input is cached, which needs no inverse."""
     model = shaped(build("llama", **MHA), condition=50.0)
     assert planned(model).rule == "keys-are-latent"
-    assert planned(model, "mha-to-mla{max_condition=51}").rule == "keys-are-latent"
-    refused = planned(model, "mha-to-mla{max_condition=49}")
+    assert planned(model, "mha-to-mla{full_rope=auto,max_condition=51}").rule == "keys-are-latent"
+    refused = planned(model, "mha-to-mla{full_rope=auto,max_condition=49}")
     assert refused.rule == "input-made-again-on-read"
     assert "cond(W_K) = 50, at most 49 is allowed" in refused.note and "128 -> 65 elements per token" in refused.note
     only = planned(model, "mha-to-mla{max_condition=49,full_rope=keys}")
     assert only.rule == "key-value-is-latent" and "saves nothing: cond(W_K) = 50" in only.note
     assert planned(model, "mha-to-mla{full_rope=input}").rule == "input-made-again-on-read"
-    assert planned(model, "mha-to-mla{full_rope=none}").rule == "key-value-is-latent"
     singular = shaped(build("llama", **MHA), condition=50.0)
     with torch.no_grad():
         singular.model.layers[0].self_attn.k_proj.weight[0] = 0
     assert planned(singular).rule == "input-made-again-on-read"
     assert "float32, the weights are bfloat16" in planned(copy.deepcopy(model).bfloat16()).note
     assert "an optimiser may hold" in planned(model, own=False).note
+
+
+def test_what_costs_time_at_every_step_has_to_be_asked_for():
+    """The default leaves full rotary MHA as it is, and says which option saves how much at which price."""
+    model = shaped(build("llama", **MHA), condition=50.0)
+    site = planned(model, "mha-to-mla")
+    assert site.rule == "key-value-is-latent" and site.facts["d_c"] == 128
+    assert "full_rope=auto would cache 65 elements in place of 128" in site.note
+    assert f"up to {64 * 128} multiply-adds at every step for every cached token" in site.note
+    assert planned(model, "mha-to-mla{full_rope=auto}").facts["d_c"] == 64
 
 
 def test_where_keys_are_rotated_and_grouped_nothing_is_saved_and_the_remedy_is_named():

@@ -467,11 +467,11 @@ OPTIONS: dict[tuple[str, str], tuple[Any, str, str]] = {
     ("mha-to-mla", "method"): ("llama", "mha-to-mla", "mha-to-mla{method=pca}"),
     ("mha-to-mla", "balance"): ("llama", "mha-to-mla", "mha-to-mla{balance=false}"),
     ("mha-to-mla", "allocation"): ("llama", "mha-to-mla", "mha-to-mla{allocation=energy}"),
-    ("mha-to-mla", "full_rope"): ("olmo2", "mha-to-mla", "mha-to-mla{full_rope=none}"),
+    ("mha-to-mla", "full_rope"): ("olmo2", "mha-to-mla", "mha-to-mla{full_rope=auto}"),
     ("mha-to-mla", "max_condition"): (
         MHA,
-        "mha-to-mla{max_condition=1}",
-        "mha-to-mla{max_condition=1000000000}",
+        "mha-to-mla{full_rope=auto,max_condition=1}",
+        "mha-to-mla{full_rope=auto,max_condition=1000000000}",
     ),
     ("mla-swap-core-attn-out", "keep_last"): (
         "llama",

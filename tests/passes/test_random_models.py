@@ -185,7 +185,8 @@ def test_sabotage_of_random_layers_is_seen():
     @settings(max_examples=20, phases=[hypothesis.Phase.generate])
     @given(specs(), st.booleans())
     def every(spec: Spec, softcap: bool) -> None:
-        spec = replaced(spec, window=None, pipeline="mha-to-mla,latent-cache", layout="separate", written_out=False)
+        pipeline = "mha-to-mla{full_rope=auto},latent-cache"
+        spec = replaced(spec, window=None, pipeline=pipeline, layout="separate", written_out=False)
         spec = replaced(spec, softcap=1.0) if softcap else replaced(spec, bias="v")
         with pytest.raises(AssertionError):
             check(spec, without_option("softcap") if softcap else without_the_last_bias)
@@ -244,7 +245,8 @@ def check_model(family: str, given: dict[str, Any], seed: int) -> list[str]:
             if p.dim() == 1:
                 p.add_(0.3 * torch.randn(p.shape, generator=g))
     model = copy.deepcopy(eager)
-    for pipeline in ("mha-to-mla,latent-cache,mla-absorb{when=always}", "mha-to-mla,latent-cache"):
+    exact = "mha-to-mla{full_rope=auto},latent-cache"
+    for pipeline in (f"{exact},mla-absorb{{when=always}}", exact):
         try:
             wrap(model, pipeline)
             break
