@@ -1,16 +1,19 @@
 """The chunk scan, backward, for Hopper in Gluon; deterministic, as the portable form.
 
-The sequence is cut into segments, worked on from the last to the first, so that memory is bounded. In each:
-
-    ends, carry      the state before each piece of the walk, then reads; the adjoint after each piece, then pulls
+    ends, carry      the state before each piece of the walk forward
     reads            the walk forward: dC of every two heads, what each token reads
+    slabs            dC: the sum over a group's pairs of heads
+
+then, for each segment of the sequence from the last to the first, so that memory is bounded:
+
+    ends, carry      the adjoint after each piece of the walk back
     pulls            the walk back: dx, dB of every two heads, how each token is read
-    slabs            dC and dB: the sums over a group's pairs of heads
+    slabs            dB: the sum over a group's pairs of heads
     cross            what flows from before a chunk to after it
     flows            ddt, and what dA, dD and ddt_bias are the sums of
 
-With y and dy alone, nothing is kept of the states but every fourth, which `cross` multiplies with its adjoint; between
-two of these the flow is counted on by what joins and leaves it. With z, y is computed again first.
+Of the states nothing is kept but every fourth, which `cross` multiplies with its adjoint; between two of these the flow
+is counted on by what joins and leaves it. With z, y is computed again first.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from torch import Tensor
 from latentscan.kernels.triton import chunk_scan_backward_walks as walks
 from latentscan.kernels.triton import chunk_scan_gluon
 from latentscan.kernels.triton.chunk_common import HEADS_A_PROGRAM, Sizes, Steps, launch, prepare, time_step
-from latentscan.kernels.triton.chunk_configs import Forward, Hopper, HopperBackward
-from latentscan.kernels.triton.chunk_scan_forward import segment_scores, segment_states
+from latentscan.kernels.triton.chunk_configs import Hopper, HopperBackward
+from latentscan.kernels.triton.chunk_scan_forward import segment_scores
 from latentscan.kernels.triton.chunk_scan_gluon import CHUNK, WIDTH, carry_pieces_kernel, copyable, descriptor
 
 
@@ -46,46 +49,48 @@ def slabs_kernel(slab, out, L, batch, first_token, tokens, GN, PARTS, BLOCK: tl.
 
 @triton.jit
 def cross_kernel(
-    hs, gs, begin, final, vec, seen, pulled, across, H, NC, batch, first, SC,
+    hs, gs, final, vec, seen, pulled, known, steps, H, NC, batch, first, SC, W,
     Q: tl.constexpr, PN: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """across fp32 [b, H, SC]: h g, summed, of the state before a chunk and its adjoint after it, with the decay.
+    """What flows from before a chunk to after it: h g, summed, of the state before it and its adjoint after it.
 
-    At every R-th chunk state and adjoint are there; from it on what leaves the flow (seen) is taken away and what
-    joins it (pulled) added. Where a chunk forgets all but 2^-24, nothing flows: no rounding error stands for it.
+    known fp32 [b, H, W]: before every R-th chunk, where both are there. steps [b, H, NC]: from there to within a chunk;
+    what leaves the flow (seen) is taken away, what joins it (pulled) added. The first half of a window counts from its
+    start, the other half back from the next window's; in the last window all count from its start.
     """
     pid = tl.program_id(0).to(tl.int64)
     windows = tl.cdiv(SC, R)
     i, rest = pid % windows, pid // windows
     h, b = rest % H, rest // H
+    w = first // R + i
     o = tl.arange(0, PN)
+    state = tl.load(hs + ((w * batch + b) * H + h) * PN + o).to(tl.float32)
     if i == 0:
-        at = (b * H + h) * PN
-        flow = tl.sum(tl.load(begin + at + o) * tl.load(final + at + o))
+        adjoint = tl.load(final + (b * H + h) * PN + o)
     else:
-        at = ((i * batch + b) * H + h) * PN
-        flow = tl.sum(tl.load(hs + at + o).to(tl.float32) * tl.load(gs + at + o).to(tl.float32))
+        adjoint = tl.load(gs + ((i * batch + b) * H + h) * PN + o).to(tl.float32)
+    tl.store(known + (b * H + h) * W + w, tl.sum(state * adjoint))
+    r = tl.arange(0, R)
     q = tl.arange(0, Q)
-    for r in tl.static_range(R):
-        c = i * R + r
-        inside = c < SC
-        v = vec + ((b * (H // SPLIT) + h // SPLIT) * NC + first + c) * (2 * Q)
-        token = (b * H + h) * SC * Q + c * Q + q
-        end = tl.load(v + Q - 1, mask=inside, other=0.0)
-        step = tl.load(v + Q + q, mask=(q < Q) & inside, other=0.0)
-        gone = tl.sum(tl.load(seen + token, mask=(q < Q) & inside, other=0.0))
-        joined = tl.sum(tl.load(pulled + token, mask=(q < Q) & inside, other=0.0) * step)
-        flow = tl.where(end < -24.0, 0.0, flow - gone)
-        tl.store(across + (b * H + h) * SC + c, flow, mask=inside)
-        flow += joined
+    c = i * R + r
+    token = c[:, None] * Q + q[None, :]
+    inside = (c < SC)[:, None] & (q < Q)[None, :]
+    v = vec + ((b * (H // SPLIT) + h // SPLIT) * NC + first + c[:, None]) * (2 * Q) + Q + q[None, :]
+    gone = tl.sum(tl.load(seen + ((b * H + h) * NC + first) * Q + token, mask=inside, other=0.0), 1)
+    step = tl.load(v, mask=inside, other=0.0)
+    joined = tl.sum(tl.load(pulled + (b * H + h) * SC * Q + token, mask=inside, other=0.0) * step, 1)
+    ahead = tl.cumsum(joined - gone, axis=0) - joined
+    back = tl.cumsum(gone - joined, axis=0, reverse=True) - gone
+    delta = tl.where((r < R // 2) | (w == W - 1), ahead, back)
+    tl.store(steps + (b * H + h) * NC + first + c, delta, mask=c < SC)
 
 
 @triton.jit
 def flows_kernel(
-    dt, A, bias, starts, vec, reads, inside, itself, pulled, same, across, ddt, dA, dbias, dD, L, H, NC, first, SC,
-    dt_min, dt_max, s_b, s_l, s_h,
-    Q: tl.constexpr, BH: tl.constexpr, SPLIT: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PACKED: tl.constexpr,
+    dt, A, bias, starts, vec, reads, inside, itself, pulled, same, known, steps, ddt, dA, dbias, dD,
+    L, H, NC, first, SC, W, dt_min, dt_max, s_b, s_l, s_h,
+    Q: tl.constexpr, BH: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr, SOFTPLUS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """ddt [b, L, H]; dA, dbias, dD fp32 [b, NC, H]: the sums over a chunk."""
     pid = tl.program_id(0).to(tl.int64)
@@ -108,14 +113,21 @@ def flows_kernel(
     through = tl.zeros([BH], tl.float32)
     product = tl.zeros([BH], tl.float32)
     for i in tl.static_range(SPLIT):
-        f = (b * H * SPLIT + h * SPLIT + i)[:, None] * (SC * Q) + (k * Q + q)[None, :]
-        read += tl.load(reads + f, mask=heads[:, None], other=0.0)
+        hs = b * H * SPLIT + h * SPLIT + i
+        f = hs[:, None] * (SC * Q) + (k * Q + q)[None, :]
+        read += tl.load(reads + hs[:, None] * (NC * Q) + (c * Q + q)[None, :], mask=heads[:, None], other=0.0)
         later += tl.load(inside + f, mask=heads[:, None], other=0.0)
         own += tl.load(itself + f, mask=heads[:, None], other=0.0)
         after += tl.load(pulled + f, mask=heads[:, None], other=0.0)
         before += tl.load(pulled + f - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
         product += tl.sum(tl.load(same + f, mask=heads[:, None], other=0.0), 1)
-        through += tl.load(across + (b * H * SPLIT + h * SPLIT + i) * SC + k, mask=heads, other=0.0)
+        w = c // R
+        w = tl.where((c % R < R // 2) | (w == W - 1), w, w + 1)
+        through += tl.load(known + hs * W + w, mask=heads, other=0.0)
+        through += tl.load(steps + hs * NC + c, mask=heads, other=0.0)
+    # Where a chunk forgets all but 2^-24, nothing flows across: no rounding error stands for it.
+    end = tl.load(vec + ((b * H + h) * NC + c) * (2 * Q) + Q - 1, mask=heads, other=0.0)
+    through = tl.where(end < -24.0, 0.0, through)
     v = vec + ((b * H + h)[:, None] * NC + c) * (2 * Q) + Q + q[None, :]
     before *= tl.load(v - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
     later, own, after = tl.trans(later), tl.trans(own), tl.trans(after)
@@ -169,20 +181,11 @@ def refusal(dy: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Te
     return None
 
 
-def segment_chunks(s: Sizes, NC: int, element: int, k: HopperBackward) -> int:
-    """Chunks a segment, a multiple of ``every``: as many as ``workspace`` allows."""
-    pairs = s.b * s.G * triton.cdiv(s.H // s.G * (s.P // WIDTH), 2)
-    a_chunk = pairs * CHUNK * s.N * element  # a slab
-    a_chunk += 2 * s.b * s.H * s.P * s.N * element // k.every  # states and adjoints that are kept
-    a_chunk += 6 * s.b * s.H * (s.P // WIDTH) * CHUNK * 4  # flows
-    if k.segments:
-        best = -(-NC // k.segments)
-    else:
-        state = s.b * s.H * s.P * s.N * 4
-        best = next(
-            (-(-NC // S) for S in range(1, NC + 1) if -(-NC // S) * a_chunk + S * state <= k.workspace), k.every
-        )  # fmt: skip
-    return -(-best // k.every) * k.every
+def segment_chunks(NC: int, cost: int, workspace: int, segments: int, every: int) -> int:
+    """Chunks a segment, a multiple of ``every``: as many as ``workspace`` allows at ``cost`` bytes a chunk."""
+    if not segments:
+        segments = triton.cdiv(NC, max(every, min(NC, workspace // cost)))
+    return triton.cdiv(triton.cdiv(NC, segments), every) * every
 
 
 def backward(
@@ -207,96 +210,106 @@ def backward(
     UG = triton.cdiv(share, 2)
     units = s.b * s.G * UG
     NC = -(-s.L // (2 * CHUNK)) * 2
-    SC = segment_chunks(s, NC, x.element_size(), k)
-    S = triton.cdiv(NC, SC)
+    W = triton.cdiv(NC, k.every)
     vec = prepare(steps, s, chunks=NC)
     scores = segment_scores(B, C, s, x.dtype, chunks=NC).view(s.b, s.G * NC * CHUNK, 1, CHUNK)
 
-    def states() -> Tensor:
-        return torch.empty(s.b, heads, WIDTH, s.N, device=device, dtype=f32)
+    def empty(*shape: int, dtype: torch.dtype = f32) -> Tensor:
+        return torch.empty(*shape, device=device, dtype=dtype)
 
-    if S > 1:
-        begins = segment_states(x, B, vec, init_state, s, SC, Forward(), NC)
-    else:
-        begins = torch.zeros(s.b, 1, s.H, s.P, s.N, device=device, dtype=f32)
-        if init_state is not None:
-            begins[:, 0] = init_state
-    adjoint, following = states(), states()
-    adjoint.zero_() if dfinal is None else adjoint.copy_(dfinal.reshape(adjoint.shape))
-    windows = triton.cdiv(SC, k.every)
-    hs = torch.empty(windows * s.b, heads * WIDTH, 1, s.N, device=device, dtype=x.dtype)
-    gs = torch.empty_like(hs)
-    slab = torch.empty(UG * s.b, SC * CHUNK, s.G, s.N, device=device, dtype=x.dtype)
-    names = ("reads", "seen", "inside", "itself", "pulled", "same")
-    sums = torch.empty(3, s.b * NC, s.H, device=device, dtype=f32)
-    dx = torch.empty(x.shape, device=device, dtype=x.dtype)
-    dB = torch.empty(B.shape, device=device, dtype=B.dtype)
-    dC = torch.empty(C.shape, device=device, dtype=C.dtype)
-    ddt = torch.empty(steps.dt.shape, device=device, dtype=steps.dt.dtype)
-    xw, dyw, dxw = (t.view(s.b, s.L, heads, WIDTH) if split > 1 else t for t in (x, dy, dx))
+    xw, dyw = (t.view(s.b, s.L, heads, WIDTH) if split > 1 else t for t in (x, dy))
     cut: dict[str, Any] = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
+    common = {**cut, "ST": k.stages, "RC": k.registers, "RP": 24, "R": k.every, "num_warps": 4}
     tiles = tuple(
         descriptor(t, CHUNK, width)
         for t, width in ((xw, WIDTH), (dyw, WIDTH), (B, s.N), (C, s.N), (scores, CHUNK))
     )  # fmt: skip
-    kept = [descriptor(t, WIDTH, s.N) for t in (hs, gs)]
-    for segment in reversed(range(S)):
-        first = segment * SC
-        here = min(SC, NC - first)
-        T = units * here
-        K = min(k.pieces, T // 2)
-        flat = slab.view(-1)[: UG * s.b * here * CHUNK * s.G * s.N].view(UG * s.b, here * CHUNK, s.G, s.N)
-        into = descriptor(flat, CHUNK, s.N)
-        flow = dict(zip(names, torch.empty(len(names), s.b, heads, here * CHUNK, device=device), strict=True))
-        begin = begins[:, segment].contiguous()
-        sizes = (s.L, NC, s.G, UG, share, heads, T, K, here, first)
 
-        def piece_starts(v: Tensor, M: Tensor, start: Tensor, reverse: bool, K: int = K, sizes: Any = sizes) -> Tensor:
-            J = k.state_parts
-            found = torch.empty(K, 2, WIDTH, s.N, device=device, dtype=f32)
-            if units == K:
-                return found
-            added = torch.empty(K * J, 2, WIDTH, s.N, device=device, dtype=f32)
-            decays = torch.empty(K * J, 2, device=device, dtype=f32)
-            launch(
-                walks.ends_kernel, K * J, descriptor(v, 2 * CHUNK, WIDTH), descriptor(M, 2 * CHUNK, s.N), vec, added,
-                decays, *sizes, **cut, ST=k.state_stages, RC=k.state_registers, RP=24, J=J, REV=reverse, num_warps=4,
-            )  # fmt: skip
-            launch(
-                carry_pieces_kernel, units * 2 * (WIDTH * s.N // 512), added, decays, start, found, sizes[8],
-                *sizes[2:8], PN=WIDTH * s.N, BLOCK=512, HAS_INIT=True, J=J, num_warps=4,
-            )  # fmt: skip
+    def sizes(first: int, SC: int) -> tuple[int, ...]:
+        T = units * SC
+        return s.L, NC, s.G, UG, share, heads, T, min(k.pieces, T // 2), SC, first
+
+    def piece_starts(v: Tensor, M: Tensor, start: Tensor, first: int, SC: int, reverse: bool) -> Tensor:
+        at = sizes(first, SC)
+        K, J = at[7], k.state_parts
+        found = empty(K, 2, WIDTH, s.N)
+        if units == K:
             return found
-
-        def sum_slab(out: Tensor, here: int = here, first: int = first, flat: Tensor = flat) -> None:
-            launch(
-                slabs_kernel, s.b * triton.cdiv(here * CHUNK * s.G * s.N, 1024), flat, out, s.L, s.b, first * CHUNK,
-                here * CHUNK, s.G * s.N, UG, BLOCK=1024, num_warps=4,
-            )  # fmt: skip
-
-        common = {**cut, "ST": k.stages, "RC": k.registers, "RP": 24, "R": k.every, "num_warps": 4}
+        added, decays = empty(K * J, 2, WIDTH, s.N), empty(K * J, 2)
         launch(
-            walks.reads_kernel, K, *tiles, into, kept[0], vec, piece_starts(xw, B, begin, False), begin,
-            flow["reads"], flow["seen"], *sizes, s.b, **common,
+            walks.ends_kernel, K * J, descriptor(v, 2 * CHUNK, WIDTH), descriptor(M, 2 * CHUNK, s.N), vec, added,
+            decays, *at, **cut, ST=k.state_stages, RC=k.state_registers, RP=24, J=J, REV=reverse, num_warps=4,
         )  # fmt: skip
-        sum_slab(dC)
         launch(
-            walks.pulls_kernel, K, *tiles, into, kept[1], descriptor(dxw, CHUNK, WIDTH), vec,
-            piece_starts(dyw, C, adjoint, True), adjoint, following, x if D is None else D,
-            *[flow[n] for n in names[2:]], *sizes, s.b, **common, HAS_D=D is not None,
+            carry_pieces_kernel, units * 2 * (WIDTH * s.N // 512), added, decays, start, found, SC, *at[2:8],
+            PN=WIDTH * s.N, BLOCK=512, HAS_INIT=True, J=J, num_warps=4,
         )  # fmt: skip
-        sum_slab(dB)
-        across = torch.empty(s.b, heads, here, device=device, dtype=f32)
+        return found
+
+    def slab_of(SC: int) -> Tensor:
+        return empty(UG * s.b, SC * CHUNK, s.G, s.N, dtype=x.dtype)
+
+    def sum_slab(slab: Tensor, out: Tensor, first: int, SC: int) -> None:
         launch(
-            cross_kernel, s.b * heads * triton.cdiv(here, k.every), hs, gs, begin, following, vec, flow["seen"],
-            flow["pulled"], across, heads, NC, s.b, first, here,
+            slabs_kernel, s.b * triton.cdiv(SC * CHUNK * s.G * s.N, 1024), slab, out, s.L, s.b, first * CHUNK,
+            SC * CHUNK, s.G * s.N, UG, BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+
+    # The walk forward, whole: dx is not there yet, so that its slab may be as large.
+    slab_bytes = units * CHUNK * s.N * x.element_size()
+    hs = empty(W * s.b, heads * WIDTH, 1, s.N, dtype=x.dtype)
+    reads, seen = empty(s.b, heads, NC * CHUNK), empty(s.b, heads, NC * CHUNK)
+    dC = torch.empty(C.shape, device=device, dtype=C.dtype)
+    state, following = empty(s.b, heads, WIDTH, s.N), empty(s.b, heads, WIDTH, s.N)
+    state.zero_() if init_state is None else state.copy_(init_state.reshape(state.shape))
+    SC = segment_chunks(NC, slab_bytes, x.numel() * x.element_size(), k.segments, k.every)
+    for first in range(0, NC, SC):
+        here = min(SC, NC - first)
+        slab = slab_of(here)
+        launch(
+            walks.reads_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N),
+            descriptor(hs, WIDTH, s.N), vec, piece_starts(xw, B, state, first, here, False), state, following,
+            reads, seen, *sizes(first, here), s.b, **common,
+        )  # fmt: skip
+        sum_slab(slab, dC, first, here)
+        del slab
+        state, following = following, state
+
+    # The walk back, in segments.
+    dx = torch.empty(x.shape, device=device, dtype=x.dtype)
+    dxw = dx.view(s.b, s.L, heads, WIDTH) if split > 1 else dx
+    dB = torch.empty(B.shape, device=device, dtype=B.dtype)
+    ddt = torch.empty(steps.dt.shape, device=device, dtype=steps.dt.dtype)
+    sums = empty(3, s.b * NC, s.H)
+    known, deltas = empty(s.b, heads, W), empty(s.b, heads, NC)
+    adjoint = state
+    adjoint.zero_() if dfinal is None else adjoint.copy_(dfinal.reshape(adjoint.shape))
+    cost = slab_bytes + s.b * s.H * s.P * (s.N * x.element_size() // k.every) + 4 * s.b * heads * CHUNK * 4
+    SC = segment_chunks(NC, cost, k.workspace, k.segments, k.every)
+    names = ("inside", "itself", "pulled", "same")
+    for first in reversed(range(0, NC, SC)):
+        here = min(SC, NC - first)
+        slab = slab_of(here)
+        gs = empty(triton.cdiv(here, k.every) * s.b, heads * WIDTH, 1, s.N, dtype=x.dtype)
+        flow = dict(zip(names, empty(len(names), s.b, heads, here * CHUNK), strict=True))
+        launch(
+            walks.pulls_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N),
+            descriptor(gs, WIDTH, s.N), descriptor(dxw, CHUNK, WIDTH), vec,
+            piece_starts(dyw, C, adjoint, first, here, True), adjoint, following, x if D is None else D,
+            *flow.values(), *sizes(first, here), s.b, **common, HAS_D=D is not None,
+        )  # fmt: skip
+        sum_slab(slab, dB, first, here)
+        launch(
+            cross_kernel, s.b * heads * triton.cdiv(here, k.every), hs, gs, following, vec, seen,
+            flow["pulled"], known, deltas, heads, NC, s.b, first, here, W,
             Q=CHUNK, PN=WIDTH * s.N, SPLIT=split, R=k.every, num_warps=4,
         )  # fmt: skip
         launch(
-            flows_kernel, s.b * here * triton.cdiv(s.H, HEADS_A_PROGRAM), *steps.arguments, vec, flow["reads"],
-            *[flow[n] for n in names[2:]], across, ddt, *sums, s.L, s.H, NC, first, here, *steps.limits,
-            Q=CHUNK, BH=HEADS_A_PROGRAM, SPLIT=split, **steps.flags, num_warps=4,
+            flows_kernel, s.b * here * triton.cdiv(s.H, HEADS_A_PROGRAM), *steps.arguments, vec, reads,
+            *flow.values(), known, deltas, ddt, *sums, s.L, s.H, NC, first, here, W, *steps.limits,
+            Q=CHUNK, BH=HEADS_A_PROGRAM, SPLIT=split, R=k.every, **steps.flags, num_warps=4,
         )  # fmt: skip
+        del slab, gs, flow
         adjoint, following = following, adjoint
     dA, dbias, dD = sums.view(3, s.b, NC, s.H)[:, :, : s.NC].sum((1, 2))
     return (

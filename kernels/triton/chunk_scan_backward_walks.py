@@ -194,11 +194,12 @@ def add_and_write(
 @gluon.jit
 def reads_consumer(
     w: gl.constexpr, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin,
-    reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
+    final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = sX.dtype
     mm: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
+    mp: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
     mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -223,7 +224,7 @@ def reads_consumer(
         else:
             S = gl.load(begin + (b * H + h).to(gl.int64) * (P * N) + pn)
         pv = vec + ((b * (H // SPLIT) + h // SPLIT).to(gl.int64) * NC + first) * (2 * Q) + vi
-        flow = (b * H + h).to(gl.int64) * (SC * Q)
+        flow = (b * H + h).to(gl.int64) * (NC * Q) + first * Q
         sV.index(w * 2 + (n & 1)).store(gl.load(pv + cs * (2 * Q)))
         following = gl.load(pv + min(cs + 1, ce - 1) * (2 * Q))
         for c in range(cs, ce):
@@ -231,38 +232,35 @@ def reads_consumer(
             sVk = sV.index(w * 2 + (n & 1))
             sXk = sX.index(k * 2 + w)
             sDk = sD.index(k * 2 + w)
-            # Whoever wrote in the last round gives the buffer back once it is read.
-            tma.store_wait(0)
-            barrier()
-            if (n > 0) & ((n + w) & 1 == 1):
-                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             whole = gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))
             sSw.store(S.to(dtype))
             S = S * whole[:, None]
             fence_async_shared()
             if (first + c) % R == 0:
                 if valid:
-                    tma.async_copy_shared_to_global(hs, [((c // R) * batch + b) * H * P + h * P, 0], sSw)
+                    tma.async_copy_shared_to_global(hs, [(((first + c) // R) * batch + b) * H * P + h * P, 0], sSw)
             mbarrier.wait(full.index(k), (n // ST) & 1)
-            into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(1, left))) * one
-            dyw = (sDk.load(left).to(gl.float32) * into[:, None]).to(dtype)
-            acc = warpgroup_mma(dyw, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            got = gl.convert_layout(gl.sum(acc * sC.index(k).load(mn).to(gl.float32), 1), gl.SliceLayout(1, mm))
             inner = warpgroup_mma(
                 sDk, sXk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
             )
+            got = warpgroup_mma(
+                sC.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
+            )
             ci = sVk.slice(0, Q).load(gl.SliceLayout(1, mm))
             cj = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
-            step = sVk.slice(Q, Q).load(gl.SliceLayout(0, mm)) * one
+            step = sVk.slice(Q, Q).load(gl.SliceLayout(0, mm))
             e = gl.exp2(gl.where(qi[:, None] >= qj[None, :], ci[:, None] - cj[None, :], float("-inf"))) * step[None, :]
-            inner = warpgroup_mma_wait(0, deps=[inner])
+            inner, got = warpgroup_mma_wait(0, deps=[inner, got])
+            got = gl.convert_layout(gl.sum(got * sDk.load(mp).to(gl.float32), 1), gl.SliceLayout(1, mm)) * gl.exp2(ci)
             e = e * inner
             # Without the diagonal, which no decay is in: its rounding errors could be all of ddt.
             r = gl.where(qi[:, None] > qj[None, :], e * sG.index(k).load(mm).to(gl.float32), 0.0)
             gl.store(reads + flow + c * Q + qi, gl.sum(r, 1) + got, mask=keep)
             gl.store(seen + flow + c * Q + qi, got, mask=keep)
-            pair = gl.convert_layout(e.to(dtype), left)
+            pair = gl.convert_layout((e * one).to(dtype), left)
+            into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(1, left))) * one
+            dyw = (sDk.load(left).to(gl.float32) * into[:, None]).to(dtype)
+            acc = warpgroup_mma(dyw, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
             acc = warpgroup_mma(pair, sB.index(k), acc, is_async=True)
             end = sVk.slice(Q - 1, 1).load(gl.SliceLayout(0, left))
             out = gl.exp2(end - sVk.slice(0, Q).load(gl.SliceLayout(0, left)))
@@ -271,25 +269,34 @@ def reads_consumer(
             S = warpgroup_mma(xs, sB.index(k), S, is_async=True)
             sV.index(w * 2 + ((n + 1) & 1)).store(following)
             following = gl.load(pv + min(c + 2, ce - 1) * (2 * Q))
+            # Whoever wrote in the last round gives the buffer back once it is read.
+            tma.store_wait(0)
+            barrier()
+            if (n > 0) & ((n + w) & 1 == 1):
+                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             acc, S = warpgroup_mma_wait(0, deps=[acc, S])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
             row = ((u % UG) * batch + b) * (SC * Q) + c * Q
             add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
             n += 1
+        if valid & (ce == SC):
+            gl.store(final + (b * H + h).to(gl.int64) * (P * N) + pn, S)
     tma.store_wait(0)
 
 
 @gluon.jit
 def reads_kernel(
-    x, dy, B, C, scores, slab, hs, vec, starts, begin, reads, seen, L, NC, G, UG, share, H, T, pieces, SC, first, batch,
+    x, dy, B, C, scores, slab, hs, vec, starts, begin, final, reads, seen,
+    L, NC, G, UG, share, H, T, pieces, SC, first, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
     SPLIT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """slab 16 bits [UG, b, SC Q, G, N]: dC of each unit. reads, seen fp32 [b, H, SC Q]. hs [SC/R, b, H, P, N].
+    """slab 16 bits [UG, b, SC Q, G, N]: dC of each unit. reads, seen fp32 [b, H, NC Q]. hs [NC/R, b, H, P, N].
 
     reads: of each token, summed over channels, times dy: what it reads of all earlier ones; seen: of the state
     before its chunk only. hs: the state before every R-th chunk.
+    final fp32 [b, H, P, N]: the state after the segment.
     """
     pid = gl.program_id(0)
     f0 = piece(pid, pieces, T)
@@ -315,8 +322,8 @@ def reads_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
             (walk_producer, (x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, Q, P, N, ST, False)),  # noqa: E501
         ],
         [4, 1],
@@ -371,10 +378,6 @@ def pulls_consumer(
             sVk = sV.index(w * 2 + (n & 1))
             sXk = sX.index(k * 2 + w)
             sDk = sD.index(k * 2 + w)
-            tma.store_wait(0)
-            barrier()
-            if (n > 0) & ((n + w) & 1 == 1):
-                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             whole = gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))
             sSw.store(S.to(dtype))
             S = S * whole[:, None]
@@ -394,18 +397,18 @@ def pulls_consumer(
             step = sVk.slice(Q, Q).load(gl.SliceLayout(1, mm))
             e = gl.exp2(gl.where(qj[:, None] <= qi[None, :], ci[None, :] - cj[:, None], float("-inf")))
             inner, du = warpgroup_mma_wait(0, deps=[inner, du])
-            score = sG.index(k).permute((1, 0)).load(mm).to(gl.float32)
             own = qj[:, None] == qi[None, :]
             inner = inner * e
-            both = inner * score
             gl.store(same + flow + at * Q + qj, gl.sum(gl.where(own, inner, 0.0), 1), mask=keep)
+            score = sG.index(k).permute((1, 0)).load(mm).to(gl.float32)
+            both = inner * score
             gl.store(itself + flow + at * Q + qj, gl.sum(gl.where(own, both, 0.0), 1), mask=keep)
             gl.store(inside + flow + at * Q + qj, gl.sum(gl.where(own, 0.0, both), 1), mask=keep)
+            pair = gl.convert_layout((inner * (step * one)[:, None]).to(dtype), left)
             e = e * score * step[:, None]
             if HAS_D:
                 e = gl.where(own, e + d, e)
             mixed = gl.convert_layout(e.to(dtype), left_p)
-            pair = gl.convert_layout((inner * (step * one)[:, None]).to(dtype), left)
             end_p = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mp))
             out_p = gl.exp2(end_p - sVk.slice(0, Q).load(gl.SliceLayout(1, mp)))
             pull = gl.sum(du * sXk.load(mp).to(gl.float32), 1) * out_p
@@ -419,6 +422,11 @@ def pulls_consumer(
             du = warpgroup_mma_wait(0, deps=[du])
             acc = warpgroup_mma(xw, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
             acc = warpgroup_mma(pair, sC.index(k), acc, is_async=True)
+            # Whoever wrote in the last round gives the buffer back once it is read.
+            tma.store_wait(0)
+            barrier()
+            if (n > 0) & ((n + w) & 1 == 1):
+                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             sYw.store(du.to(dtype))
             fence_async_shared()
             if valid:

@@ -193,10 +193,9 @@ def tl_dtype(dtype: torch.dtype) -> Any:
 
 
 def segment_states(
-    x: Tensor, B: Tensor, vec: Tensor, init_state: Tensor | None, s: Sizes, chunks: int, k: Forward,
-    total: int | None = None,
-) -> Tensor:  # fmt: skip
-    """fp32 [b, S, H, P, N]: the state before each segment of ``chunks`` chunks; ``total``: chunks that vec holds."""
+    x: Tensor, B: Tensor, vec: Tensor, init_state: Tensor | None, s: Sizes, chunks: int, k: Forward
+) -> Tensor:
+    """fp32 [b, S, H, P, N]: the state before each segment of ``chunks`` chunks."""
     S = triton.cdiv(s.NC, chunks)
     states = torch.empty(s.b, S, s.H, s.P, s.N, device=x.device, dtype=torch.float32)
     states[:, 0].zero_() if init_state is None else states[:, 0].copy_(init_state)
@@ -206,7 +205,7 @@ def segment_states(
     BP, BN = min(pad(s.P), k.state_p), min(pad(s.N), k.state_n)
     grid = s.b * (S - 1) * s.H * triton.cdiv(s.P, BP) * triton.cdiv(s.N, BN)
     launch(
-        states_kernel, grid, x, B, vec, states, decays, s.L, s.H, s.G, total or s.NC, s.P, s.N, S, chunks,
+        states_kernel, grid, x, B, vec, states, decays, s.L, s.H, s.G, s.NC, s.P, s.N, S, chunks,
         *x.stride()[:3], *B.stride()[:3], Q=s.Q, BP=BP, BN=BN, EVEN_P=s.P % BP == 0, EVEN_N=s.N % BN == 0,
         PREC=precision(x.dtype), WIDE=wide(s.Q, x, B), STAGES=k.state_stages, num_warps=k.state_warps,
     )  # fmt: skip
