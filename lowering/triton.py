@@ -16,7 +16,7 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonical ops)
 from latentscan.kernels.triton.chunk_configs import refusal
-from latentscan.lowering import reference
+from latentscan.lowering import reference, triton_mamba
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -75,4 +75,5 @@ def _chunk_scan(graph: Graph, node: fx.Node) -> fx.Node | None:
     return graph.call_like(node, CHUNK_SCAN, *node.args, **node.kwargs)
 
 
-KERNELS = {**reference.KERNELS, "chunk_scan": _chunk_scan}
+KERNELS: dict[str, Any] = {**reference.KERNELS, "chunk_scan": _chunk_scan}
+triton_mamba.register(KERNELS)

@@ -79,6 +79,29 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class HopperBackward:
+    """Choices of the backward in Gluon.
+
+    Attributes:
+        pieces: programs of a walk; one a processor.
+        segments: runs of the sequence that are worked on one after the other; 0: as few as ``workspace`` allows.
+        workspace: bytes of a segment of the walk back.
+        every: chunks between two states that are kept to tell what flows across chunks; a power of two.
+        state_parts: programs that share a piece in the pass that finds the states before the pieces.
+    """
+
+    pieces: int = 132
+    segments: int = 0
+    workspace: int = 44 << 20
+    every: int = 4
+    stages: int = 2
+    registers: int = 240
+    state_parts: int = 4
+    state_stages: int = 3
+    state_registers: int = 216
+
+
+@dataclass(frozen=True)
 class Device:
     """What the choice depends on: compute capability, processors, bytes of second-level cache."""
 

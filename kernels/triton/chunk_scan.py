@@ -21,6 +21,7 @@ from latentscan.kernels.triton.chunk_configs import (
     Device,
     Forward,
     Hopper,
+    HopperBackward,
     backward_config,
     forward_config,
     hopper_config,
@@ -97,7 +98,7 @@ def chunk_scan_backward(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
-    config: Backward | None = None,
+    config: Backward | HopperBackward | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of :func:`chunk_scan`; see :func:`latentscan.kernels.reference.ssm.chunk_scan_backward`.
 
@@ -110,9 +111,16 @@ def chunk_scan_backward(
     )
     dy = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else rows_of(dy)
     with _on(x):
-        grads: Any = plain_backward.backward(
-            dy, dfinal_state, x, steps, B, C, D, z, init_state, config or choose_backward(x, B)
-        )
+        config = config or choose_backward(x, B, C, D, z, dy)
+        grads: Any
+        if isinstance(config, Backward):
+            grads = plain_backward.backward(dy, dfinal_state, x, steps, B, C, D, z, init_state, config)
+        else:
+            from latentscan.kernels.triton import chunk_scan_backward_gluon as gluon_backward
+
+            if reason := gluon_backward.refusal(dy, x, B, C, D, z):
+                raise ValueError(reason)
+            grads = gluon_backward.backward(dy, dfinal_state, x, steps, B, C, D, z, init_state, config)
     return tuple(absent(x) if grad is None else grad for grad in grads)
 
 
@@ -135,10 +143,18 @@ def gluon_works() -> bool:
     return triton.__version__.rpartition(".")[0] in GLUON_VERSIONS
 
 
-def choose_backward(x: Tensor, B: Tensor) -> Backward:
-    """The shipped choice."""
+def choose_backward(
+    x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dy: Tensor
+) -> Backward | HopperBackward:
+    """The shipped choice, as for the forward."""
     heads, P = x.shape[2:]
-    return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], Device.of(x.device))
+    device = Device.of(x.device)
+    if x.is_cuda and device.capability == (9, 0) and gluon_works():
+        from latentscan.kernels.triton import chunk_scan_backward_gluon
+
+        if chunk_scan_backward_gluon.refusal(dy, x, B, C, D, z) is None:
+            return HopperBackward(pieces=device.processors)
+    return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], device)
 
 
 def _on(x: Tensor) -> Any:

@@ -348,9 +348,14 @@ def steps_kernel(
     pulled = tl.trans(tl.load(f + 4 * Q + q[None, :], mask=heads[:, None], other=0.0))
     across = tl.sum(tl.load(f + 6 * Q + p[None, :], mask=heads[:, None] & (p < P)[None, :], other=0.0), 1)
     end = tl.load(vec + ((b * H + h) * NC + c) * (2 * Q) + Q - 1, mask=heads, other=0.0)
+    # What the tokens before are pulled by: loaded one token on, for a sum less its last term would be all rounding
+    # where the others are forgotten.
+    earlier = heads[:, None] & (q > 0)[None, :]
+    pull = tl.load(f + 4 * Q - 1 + q[None, :], mask=earlier, other=0.0)
+    v = vec + ((b * H + h)[:, None] * NC + c) * (2 * Q) + Q - 1 + q[None, :]
+    pull *= tl.load(v, mask=earlier, other=0.0)
     # A token's term is in every decay from a token before it to this one or a later one.
-    pull = pulled * step
-    term = tl.cumsum(tl.trans(reads) - inside * step, axis=0, reverse=True) + (tl.cumsum(pull, axis=0) - pull)
+    term = tl.cumsum(tl.trans(reads) - inside * step, axis=0, reverse=True) + tl.cumsum(tl.trans(pull), axis=0)
     term += (across * tl.exp2(end))[None, :]
     if PACKED:
         starting = tl.load(starts + b * L + token, mask=token < L, other=0)

@@ -1,0 +1,494 @@
+"""The walks of the chunk scan's backward for Hopper, in Gluon: a producer warp, and two warpgroups with a head each.
+
+Both walk the chunks of a piece with the fp32 state of their head in registers, read each tile once, and share tiles of
+B, C and scores between their two heads. See :mod:`latentscan.kernels.triton.chunk_scan_backward_gluon`.
+
+    ends      what a piece adds to the state (x, B), or to its adjoint (dy, C; REV: from the last chunk to the first)
+    reads     forward, with the state h: dC of two heads, and what each token reads
+    pulls     from the last chunk to the first, with the adjoint g: dx, dB of two heads, and how each token is read
+
+The two heads' dB or dC are summed on the chip: the warpgroups take turns in adding the other's and writing the sum.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from latentscan.kernels.triton.chunk_scan_gluon import barrier, piece, unit_of
+
+
+@gluon.jit
+def chunk_at(c, first, SC, REV: gl.constexpr):
+    """The chunk that is the ``c``-th of the walk over a segment of ``SC`` chunks from ``first`` on."""
+    if REV:
+        return first + SC - 1 - c
+    return first + c
+
+
+@gluon.jit
+def ends_producer(
+    v, K, sV, sK, full, empty, row, n, k_column, v_column,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, REV: gl.constexpr,
+):  # fmt: skip
+    for i in range(n):
+        s = i % ST
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        bar = full.index(s)
+        mbarrier.expect(bar, (Q * N + 2 * Q * P) * 4)
+        tma.async_copy_global_to_shared(v, [row, v_column], bar, sV.index(s * 2))
+        tma.async_copy_global_to_shared(v, [row, v_column + P], bar, sV.index(s * 2 + 1))
+        tma.async_copy_global_to_shared(K, [row, k_column], bar, sK.index(s))
+        if REV:
+            row += 2 * Q
+        else:
+            row -= 2 * Q
+
+
+@gluon.jit
+def ends_consumer(
+    w: gl.constexpr, sV, sK, full, empty, vec, added, decays, n, low, b, h0, slot, NC, H,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, REV: gl.constexpr,
+):  # fmt: skip
+    """Two chunks at a time, from the last of the walk to its first, so that the sum needs no rescaling."""
+    dtype: gl.constexpr = sV.dtype
+    mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
+    pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
+    nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
+    q = gl.arange(0, 2 * Q, layout=gl.SliceLayout(0, left))
+    at = gl.where(q < Q, q, q + Q)
+    h = min(h0 + w, H - 1)
+    pv = vec + ((b * (H // SPLIT) + h // SPLIT).to(gl.int64) * NC + low) * (2 * Q)
+    S = gl.zeros([P, N], gl.float32, layout=mn)
+    after = 0.0
+    cum = gl.load(pv + at)
+    e0 = gl.load(pv + (Q - 1))
+    e1 = gl.load(pv + (3 * Q - 1))
+    if not REV:
+        step = gl.load(pv + Q + at)
+    for i in range(n):
+        k = i % ST
+        if REV:
+            weight = gl.exp2(gl.where(q < Q, after, after + e0) + cum)
+        else:
+            weight = gl.exp2(gl.where(q < Q, after + e1 + e0, after + e1) - cum) * step
+        after += e0 + e1
+        if REV:
+            pv += gl.where(i + 1 < n, 4 * Q, 0)
+        else:
+            pv -= gl.where(i + 1 < n, 4 * Q, 0)
+            step = gl.load(pv + Q + at)
+        cum = gl.load(pv + at)
+        e0 = gl.load(pv + (Q - 1))
+        e1 = gl.load(pv + (3 * Q - 1))
+        mbarrier.wait(full.index(k), (i // ST) & 1)
+        vs = (sV.index(k * 2 + w).permute((1, 0)).load(left).to(gl.float32) * weight[None, :]).to(dtype)
+        S = warpgroup_mma(vs, sK.index(k), S, is_async=True)
+        S = warpgroup_mma_wait(0, deps=[S])
+        barrier()
+        mbarrier.arrive(empty.index(k), count=1)
+    gl.store(added + (slot * 2 + w).to(gl.int64) * (P * N) + pr[:, None] * N + nn[None, :], S)
+    gl.store(decays + slot * 2 + w, after)
+
+
+@gluon.jit
+def ends_kernel(
+    v, K, vec, added, decays, L, NC, G, UG, share, H, T, pieces, SC, first,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
+    SPLIT: gl.constexpr, J: gl.constexpr, REV: gl.constexpr,
+):  # fmt: skip
+    """added fp32 [pieces J, 2, P, N], decays [pieces J, 2]: what each piece's part of its last unit adds.
+
+    Pieces that end a unit are left out. J programs share a piece; one that is left without chunks writes nothing.
+    """
+    slot = gl.program_id(0)
+    pid = slot // J
+    j = slot % J
+    f1 = piece(pid + 1, pieces, T)
+    u = (f1 - 1) // SC
+    b, g, h0 = unit_of(u, G, UG, share)
+    cs = max(piece(pid, pieces, T) - u * SC, 0)
+    pairs = (f1 - u * SC - cs) // 2
+    begin = pairs * j // J
+    c1 = cs + (pairs * (j + 1) // J) * 2
+    n = gl.where(f1 - u * SC == SC, 0, pairs * (j + 1) // J - begin)
+    low = first + c1 - 2
+    if REV:
+        low = first + SC - c1
+    if n > 0:
+        sV = gl.allocate_shared_memory(v.dtype, [ST * 2, 2 * Q, P], v.layout)
+        sK = gl.allocate_shared_memory(K.dtype, [ST, 2 * Q, N], K.layout)
+        full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+        for k in gl.static_range(ST):
+            mbarrier.init(full.index(k), count=1)
+            mbarrier.init(empty.index(k), count=2)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (ends_consumer, (0, sV, sK, full, empty, vec, added, decays, n, low, b, h0, slot, NC, H, Q, P, N, ST, SPLIT, REV)),  # noqa: E501
+                (ends_consumer, (1, sV, sK, full, empty, vec, added, decays, n, low, b, h0, slot, NC, H, Q, P, N, ST, SPLIT, REV)),  # noqa: E501
+                (ends_producer, (v, K, sV, sK, full, empty, b * L + low * Q, n, g * N, h0 * P, Q, P, N, ST, REV)),
+            ],
+            [4, 1],
+            [RC, RP],
+        )  # fmt: skip
+
+
+@gluon.jit
+def walk_producer(
+    x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, REV: gl.constexpr,
+):  # fmt: skip
+    u = f0 // SC
+    c = f0 % SC
+    b, g, h0 = unit_of(u, G, UG, share)
+    for i in range(f1 - f0):
+        s = i % ST
+        mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
+        bar = full.index(s)
+        mbarrier.expect(bar, (2 * Q * N + 4 * Q * P + Q * Q) * 2)
+        chunk = chunk_at(c, first, SC, REV)
+        row = b * L + chunk * Q
+        tma.async_copy_global_to_shared(x, [row, h0 * P], bar, sX.index(s * 2))
+        tma.async_copy_global_to_shared(x, [row, (h0 + 1) * P], bar, sX.index(s * 2 + 1))
+        tma.async_copy_global_to_shared(dy, [row, h0 * P], bar, sD.index(s * 2))
+        tma.async_copy_global_to_shared(dy, [row, (h0 + 1) * P], bar, sD.index(s * 2 + 1))
+        tma.async_copy_global_to_shared(B, [row, g * N], bar, sB.index(s))
+        tma.async_copy_global_to_shared(C, [row, g * N], bar, sC.index(s))
+        tma.async_copy_global_to_shared(scores, [((b * G + g) * NC + chunk) * Q, 0], bar, sG.index(s))
+        c += 1
+        if c == SC:
+            c = 0
+            u += 1
+            b, g, h0 = unit_of(u, G, UG, share)
+
+
+@gluon.jit
+def add_and_write(
+    w: gl.constexpr, n, acc, sE, ready, spare, slab, row, column, layout: gl.constexpr, dtype: gl.constexpr
+):  # fmt: skip
+    """The sum of both warpgroups' ``acc``: one gives in 16 bits, the other adds its own and writes; in turns."""
+    buffer = sE.index(n & 1)
+    if (n + w) & 1 == 1:
+        mbarrier.wait(spare.index(n & 1), ((n >> 1) & 1) ^ 1)
+        buffer.store(acc.to(dtype))
+        barrier()
+        mbarrier.arrive(ready.index(n & 1), count=1)
+    else:
+        mbarrier.wait(ready.index(n & 1), (n >> 1) & 1)
+        total = acc + buffer.load(layout).to(gl.float32)
+        buffer.store(total.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(slab, [row, column], buffer)
+
+
+@gluon.jit
+def reads_consumer(
+    w: gl.constexpr, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin,
+    final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = sX.dtype
+    mm: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
+    mp: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
+    mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    qi = gl.arange(0, Q, layout=gl.SliceLayout(1, mm))
+    qj = gl.arange(0, Q, layout=gl.SliceLayout(0, mm))
+    vi = gl.arange(0, 2 * Q, layout=flat)
+    pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
+    nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
+    pn = pr[:, None] * N + nn[None, :]
+    sSw = sS.index(w)
+    n = 0
+    for u in range(f0 // SC, (f1 - 1) // SC + 1):
+        b, g, h0 = unit_of(u, G, UG, share)
+        h = min(h0 + w, H - 1)
+        valid = h0 + w < (g + 1) * share
+        one = gl.where(valid, 1.0, 0.0)
+        keep = qi < gl.where(valid, Q, 0)
+        cs = max(f0 - u * SC, 0)
+        ce = min(f1 - u * SC, SC)
+        if cs > 0:
+            S = gl.load(starts + (pid * 2 + w).to(gl.int64) * (P * N) + pn)
+        else:
+            S = gl.load(begin + (b * H + h).to(gl.int64) * (P * N) + pn)
+        pv = vec + ((b * (H // SPLIT) + h // SPLIT).to(gl.int64) * NC + first) * (2 * Q) + vi
+        flow = (b * H + h).to(gl.int64) * (NC * Q) + first * Q
+        sV.index(w * 2 + (n & 1)).store(gl.load(pv + cs * (2 * Q)))
+        following = gl.load(pv + min(cs + 1, ce - 1) * (2 * Q))
+        for c in range(cs, ce):
+            k = n % ST
+            sVk = sV.index(w * 2 + (n & 1))
+            sXk = sX.index(k * 2 + w)
+            sDk = sD.index(k * 2 + w)
+            whole = gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))
+            sSw.store(S.to(dtype))
+            S = S * whole[:, None]
+            fence_async_shared()
+            if (first + c) % R == 0:
+                if valid:
+                    tma.async_copy_shared_to_global(hs, [(((first + c) // R) * batch + b) * H * P + h * P, 0], sSw)
+            mbarrier.wait(full.index(k), (n // ST) & 1)
+            inner = warpgroup_mma(
+                sDk, sXk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
+            )
+            got = warpgroup_mma(
+                sC.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
+            )
+            ci = sVk.slice(0, Q).load(gl.SliceLayout(1, mm))
+            cj = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
+            step = sVk.slice(Q, Q).load(gl.SliceLayout(0, mm))
+            e = gl.exp2(gl.where(qi[:, None] >= qj[None, :], ci[:, None] - cj[None, :], float("-inf"))) * step[None, :]
+            inner, got = warpgroup_mma_wait(0, deps=[inner, got])
+            got = gl.convert_layout(gl.sum(got * sDk.load(mp).to(gl.float32), 1), gl.SliceLayout(1, mm)) * gl.exp2(ci)
+            e = e * inner
+            # Without the diagonal, which no decay is in: its rounding errors could be all of ddt.
+            r = gl.where(qi[:, None] > qj[None, :], e * sG.index(k).load(mm).to(gl.float32), 0.0)
+            gl.store(reads + flow + c * Q + qi, gl.sum(r, 1) + got, mask=keep)
+            gl.store(seen + flow + c * Q + qi, got, mask=keep)
+            pair = gl.convert_layout((e * one).to(dtype), left)
+            into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(1, left))) * one
+            dyw = (sDk.load(left).to(gl.float32) * into[:, None]).to(dtype)
+            acc = warpgroup_mma(dyw, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
+            acc = warpgroup_mma(pair, sB.index(k), acc, is_async=True)
+            end = sVk.slice(Q - 1, 1).load(gl.SliceLayout(0, left))
+            out = gl.exp2(end - sVk.slice(0, Q).load(gl.SliceLayout(0, left)))
+            out = out * sVk.slice(Q, Q).load(gl.SliceLayout(0, left))
+            xs = (sXk.permute((1, 0)).load(left).to(gl.float32) * out[None, :]).to(dtype)
+            S = warpgroup_mma(xs, sB.index(k), S, is_async=True)
+            sV.index(w * 2 + ((n + 1) & 1)).store(following)
+            following = gl.load(pv + min(c + 2, ce - 1) * (2 * Q))
+            # Whoever wrote in the last round gives the buffer back once it is read.
+            tma.store_wait(0)
+            barrier()
+            if (n > 0) & ((n + w) & 1 == 1):
+                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
+            acc, S = warpgroup_mma_wait(0, deps=[acc, S])
+            barrier()
+            mbarrier.arrive(empty.index(k), count=1)
+            row = ((u % UG) * batch + b) * (SC * Q) + c * Q
+            add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
+            n += 1
+        if valid & (ce == SC):
+            gl.store(final + (b * H + h).to(gl.int64) * (P * N) + pn, S)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def reads_kernel(
+    x, dy, B, C, scores, slab, hs, vec, starts, begin, final, reads, seen,
+    L, NC, G, UG, share, H, T, pieces, SC, first, batch,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
+    SPLIT: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """slab 16 bits [UG, b, SC Q, G, N]: dC of each unit. reads, seen fp32 [b, H, NC Q]. hs [NC/R, b, H, P, N].
+
+    reads: of each token, summed over channels, times dy: what it reads of all earlier ones; seen: of the state
+    before its chunk only. hs: the state before every R-th chunk.
+    final fp32 [b, H, P, N]: the state after the segment.
+    """
+    pid = gl.program_id(0)
+    f0 = piece(pid, pieces, T)
+    f1 = piece(pid + 1, pieces, T)
+    sX = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], x.layout)
+    sD = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], dy.layout)
+    sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
+    sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
+    sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
+    sS = gl.allocate_shared_memory(x.dtype, [2, P, N], hs.layout)
+    sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
+    sV = gl.allocate_shared_memory(gl.float32, [4, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    spare = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(ST):
+        mbarrier.init(full.index(k), count=1)
+        mbarrier.init(empty.index(k), count=2)
+    for k in gl.static_range(2):
+        mbarrier.init(ready.index(k), count=1)
+        mbarrier.init(spare.index(k), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, Q, P, N, ST, False)),  # noqa: E501
+        ],
+        [4, 1],
+        [RC, RP],
+    )  # fmt: skip
+
+
+@gluon.jit
+def pulls_consumer(
+    w: gl.constexpr, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin,
+    final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
+    HAS_D: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = sX.dtype
+    mm: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
+    mp: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
+    mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
+    left_p: gl.constexpr = gl.DotOperandLayout(0, mp, 2)
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    qj = gl.arange(0, Q, layout=gl.SliceLayout(1, mm))  # rows: the tokens read from
+    qi = gl.arange(0, Q, layout=gl.SliceLayout(0, mm))
+    vi = gl.arange(0, 2 * Q, layout=flat)
+    pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
+    nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
+    pn = pr[:, None] * N + nn[None, :]
+    sSw = sS.index(w)
+    sYw = sY.index(w)
+    n = 0
+    for u in range(f0 // SC, (f1 - 1) // SC + 1):
+        b, g, h0 = unit_of(u, G, UG, share)
+        h = min(h0 + w, H - 1)
+        valid = h0 + w < (g + 1) * share
+        one = gl.where(valid, 1.0, 0.0)
+        keep = qj < gl.where(valid, Q, 0)
+        cs = max(f0 - u * SC, 0)
+        ce = min(f1 - u * SC, SC)
+        if cs > 0:
+            S = gl.load(starts + (pid * 2 + w).to(gl.int64) * (P * N) + pn)
+        else:
+            S = gl.load(begin + (b * H + h).to(gl.int64) * (P * N) + pn)
+        if HAS_D:
+            d = gl.load(D + h // SPLIT).to(gl.float32)
+        pv = vec + ((b * (H // SPLIT) + h // SPLIT).to(gl.int64) * NC + first + SC - 1) * (2 * Q) + vi
+        flow = (b * H + h).to(gl.int64) * (SC * Q)
+        sV.index(w * 2 + (n & 1)).store(gl.load(pv - cs * (2 * Q)))
+        following = gl.load(pv - min(cs + 1, ce - 1) * (2 * Q))
+        for c in range(cs, ce):
+            at = SC - 1 - c  # the chunk, counted from the segment's first
+            k = n % ST
+            sVk = sV.index(w * 2 + (n & 1))
+            sXk = sX.index(k * 2 + w)
+            sDk = sD.index(k * 2 + w)
+            whole = gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))
+            sSw.store(S.to(dtype))
+            S = S * whole[:, None]
+            fence_async_shared()
+            if ((first + at + 1) % R == 0) & (c > 0):
+                if valid:
+                    tma.async_copy_shared_to_global(gs, [(((at + 1) // R) * batch + b) * H * P + h * P, 0], sSw)
+            mbarrier.wait(full.index(k), (n // ST) & 1)
+            inner = warpgroup_mma(
+                sXk, sDk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
+            )
+            du = warpgroup_mma(
+                sB.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
+            )
+            cj = sVk.slice(0, Q).load(gl.SliceLayout(1, mm))
+            ci = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
+            step = sVk.slice(Q, Q).load(gl.SliceLayout(1, mm))
+            e = gl.exp2(gl.where(qj[:, None] <= qi[None, :], ci[None, :] - cj[:, None], float("-inf")))
+            inner, du = warpgroup_mma_wait(0, deps=[inner, du])
+            own = qj[:, None] == qi[None, :]
+            inner = inner * e
+            gl.store(same + flow + at * Q + qj, gl.sum(gl.where(own, inner, 0.0), 1), mask=keep)
+            score = sG.index(k).permute((1, 0)).load(mm).to(gl.float32)
+            both = inner * score
+            gl.store(itself + flow + at * Q + qj, gl.sum(gl.where(own, both, 0.0), 1), mask=keep)
+            gl.store(inside + flow + at * Q + qj, gl.sum(gl.where(own, 0.0, both), 1), mask=keep)
+            pair = gl.convert_layout((inner * (step * one)[:, None]).to(dtype), left)
+            e = e * score * step[:, None]
+            if HAS_D:
+                e = gl.where(own, e + d, e)
+            mixed = gl.convert_layout(e.to(dtype), left_p)
+            end_p = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mp))
+            out_p = gl.exp2(end_p - sVk.slice(0, Q).load(gl.SliceLayout(1, mp)))
+            pull = gl.sum(du * sXk.load(mp).to(gl.float32), 1) * out_p
+            gl.store(pulled + flow + at * Q + qj, gl.convert_layout(pull, gl.SliceLayout(1, mm)), mask=keep)
+            du = du * (out_p * sVk.slice(Q, Q).load(gl.SliceLayout(1, mp)))[:, None]
+            du = warpgroup_mma(mixed, sDk, du, is_async=True)
+            end = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, left))
+            out = gl.exp2(end - sVk.slice(0, Q).load(gl.SliceLayout(1, left)))
+            out = out * sVk.slice(Q, Q).load(gl.SliceLayout(1, left)) * one
+            xw = (sXk.load(left).to(gl.float32) * out[:, None]).to(dtype)
+            du = warpgroup_mma_wait(0, deps=[du])
+            acc = warpgroup_mma(xw, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
+            acc = warpgroup_mma(pair, sC.index(k), acc, is_async=True)
+            # Whoever wrote in the last round gives the buffer back once it is read.
+            tma.store_wait(0)
+            barrier()
+            if (n > 0) & ((n + w) & 1 == 1):
+                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
+            sYw.store(du.to(dtype))
+            fence_async_shared()
+            if valid:
+                tma.async_copy_shared_to_global(dx, [b * L + (first + at) * Q, (h0 + w) * P], sYw)
+            into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(0, left)))
+            dyw = (sDk.permute((1, 0)).load(left).to(gl.float32) * into[None, :]).to(dtype)
+            S = warpgroup_mma(dyw, sC.index(k), S, is_async=True)
+            sV.index(w * 2 + ((n + 1) & 1)).store(following)
+            following = gl.load(pv - min(c + 2, ce - 1) * (2 * Q))
+            acc, S = warpgroup_mma_wait(0, deps=[acc, S])
+            barrier()
+            mbarrier.arrive(empty.index(k), count=1)
+            row = ((u % UG) * batch + b) * (SC * Q) + at * Q
+            add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
+            n += 1
+        if valid & (ce == SC):
+            gl.store(final + (b * H + h).to(gl.int64) * (P * N) + pn, S)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def pulls_kernel(
+    x, dy, B, C, scores, slab, gs, dx, vec, starts, begin, final, D, inside, itself, pulled, same,
+    L, NC, G, UG, share, H, T, pieces, SC, first, batch,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
+    SPLIT: gl.constexpr, R: gl.constexpr, HAS_D: gl.constexpr,
+):  # fmt: skip
+    """dx; slab: dB of each unit, as in reads_kernel; final fp32 [b, H, P, N]: the adjoint before the segment.
+
+    Of each token, summed over channels, fp32 [b, H, SC Q], per unit of step: inside, how it is read by later ones of
+    its chunk; itself, by itself; pulled, after its chunk. same: x dy. gs: the adjoint before every R-th chunk but the
+    segment's first.
+    """
+    pid = gl.program_id(0)
+    f0 = piece(pid, pieces, T)
+    f1 = piece(pid + 1, pieces, T)
+    sX = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], x.layout)
+    sD = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], dy.layout)
+    sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
+    sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
+    sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
+    sS = gl.allocate_shared_memory(x.dtype, [2, P, N], gs.layout)
+    sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
+    sY = gl.allocate_shared_memory(x.dtype, [2, Q, P], dx.layout)
+    sV = gl.allocate_shared_memory(gl.float32, [4, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    spare = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(ST):
+        mbarrier.init(full.index(k), count=1)
+        mbarrier.init(empty.index(k), count=2)
+    for k in gl.static_range(2):
+        mbarrier.init(ready.index(k), count=1)
+        mbarrier.init(spare.index(k), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (pulls_consumer, (0, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (pulls_consumer, (1, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, Q, P, N, ST, True)),  # noqa: E501
+        ],
+        [4, 1],
+        [RC, RP],
+    )  # fmt: skip
