@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.ops import collectives, exchange, sequence
 from latentscan.ir.ops.waiting import alias
@@ -11,12 +13,20 @@ _TALKING = {
 } - {exchange.pack_state, exchange.entering_state}  # fmt: skip
 
 
-def name_groups(graph: Graph) -> int:
-    """Let the last argument of each communicating node, its group, carry the module. Returns how many do."""
+def name_groups(graph: Graph, instead: Mapping[str, str] | None = None) -> int:
+    """Let the last argument of each communicating node, its group, carry the module.
+
+    Args:
+        instead: groups to use in place of others, by name.
+
+    Returns:
+        how many nodes communicate.
+    """
     found = 0
     for node in graph.nodes:
         if node.target in _TALKING and node.args and isinstance(node.args[-1], str) and node.args[-1]:
-            node.args = (*node.args[:-1], alias(node.args[-1], module_path(node)))
+            group = (instead or {}).get(node.args[-1], node.args[-1])
+            node.args = (*node.args[:-1], alias(group, module_path(node)))
             found += 1
     if found:
         graph.module.recompile()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -29,6 +29,7 @@ class Executable:
         inputs: the names of the graph's inputs in calling order.
         on_form: called with the finished graph of each form when it is first made.
         tell, agree: of :func:`compile_overlapped`, for graphs whose collectives are scheduled.
+        groups: process groups to use in place of others, by name.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Executable:
         on_form: Callable[[Program, Graph], None] | None = None,
         tell: Tell = lambda _: None,
         agree: Agree | None = None,
+        groups: Mapping[str, str] | None = None,
     ) -> None:
+        self._groups = groups or {}
         self._tell, self._agree = tell, agree
         self._program, self._options, self._weights, self._on_form = program, options, weights, on_form
         self._forms: dict[bool, Callable[..., Any]] = {}
@@ -71,7 +74,7 @@ class Executable:
         share_final_states(graph)
         swaps = lower_swaps(graph, inductor=inductor)
         lower(graph, target)
-        name_groups(graph)
+        name_groups(graph, self._groups)
         outline_checkpoints(graph, higher_order=inductor or graph.overlap is not None)
         records = lower_cache_appends(graph.module)
         graph.clean()

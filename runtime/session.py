@@ -78,6 +78,7 @@ class Session:
         self.source: str | None = None  # what the model was converted from, as the command takes it
         self.graphs: list[TracedGraph] = []
         self.weights = OwnedWeights(model)
+        self.silent: dict[str, str] = {}  # group -> one that sends nothing; empty but for measurements
         self._compiled: dict[bool, Callable[..., Any]] = {}  # the forward, and the one of packed sequences
         self._forget: list[weakref.finalize[..., Any]] = []  # drop what Dynamo compiled
 
@@ -113,14 +114,24 @@ class Session:
         program = run(graph, self.passes, context, strict=False)
         traced = TracedGraph(training, cached, program.records, mesh=self.mesh)
         traced.executable = Executable(
-            program, inputs, self.options, self.weights, traced.note, traced.scheduled.append, self.agree
+            program, inputs, self.options, self.weights, traced.note, traced.scheduled.append, self.agree,
+            groups=self.silent,
         )  # fmt: skip
         self.graphs.append(traced)
         return traced.executable
 
+    def silence(self, groups: dict[str, str]) -> None:
+        """Compile what is called from now on with other groups, only to measure what communication costs.
+
+        Args:
+            groups: name of a mesh's group -> name of one in which nothing is sent. Results are then wrong.
+        """
+        self.reset()
+        self.silent = groups
+
     def agree(self, phase: str, starts: list[tuple[str, ...]]) -> None:
         """See that all ranks start the same collectives of a scheduled graph in the same order."""
-        if self.mesh is not None:
+        if self.mesh is not None and not self.silent:
             agree_on_starts(self.mesh, phase, starts)
 
     def compiled(self, *, packed: bool = False) -> Callable[..., Any]:
