@@ -29,7 +29,7 @@ class Executable:
         inputs: the names of the graph's inputs in calling order.
         on_form: called with the finished graph of each form when it is first made.
         tell, agree: of :func:`compile_overlapped`, for graphs whose collectives are scheduled.
-        groups: process groups to use in place of others, by name.
+        groups: the process group that stands for each axis of the mesh, by the name of the axis' own.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from latentscan.ir.frontends.base import MARK
 from latentscan.ir.frontends.packing import packed_forward
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Mesh
+from latentscan.ir.ops.waiting import is_transport, lost
 from latentscan.lowering.schedule import Scheduled
 from latentscan.passes.base import Context, Pass
 from latentscan.passes.pipeline import PassRecord, Program, is_cached, run
@@ -115,10 +116,16 @@ class Session:
         traced = TracedGraph(training, cached, program.records, mesh=self.mesh)
         traced.executable = Executable(
             program, inputs, self.options, self.weights, traced.note, traced.scheduled.append, self.agree,
-            groups=self.silent,
+            groups=self.groups,
         )  # fmt: skip
         self.graphs.append(traced)
         return traced.executable
+
+    @property
+    def groups(self) -> dict[str, str]:
+        """The process group that stands for each axis of the mesh, by the name of the axis' own."""
+        axes = self.mesh.axes if self.mesh is not None else ()
+        return {a.group: self.silent.get(a.group, a.group) for a in axes if a.group}
 
     def silence(self, groups: dict[str, str]) -> None:
         """Compile what is called from now on with other groups, only to measure what communication costs.
@@ -187,6 +194,11 @@ class Session:
                 where=type(self.model).__name__,
                 remedy="call it as the unwrapped model can be called; unwrap(model) gives it back",
             ) from error
+        except RuntimeError as error:
+            axis = next((a for a in self.mesh.axes if a.size > 1), None) if self.mesh is not None else None
+            if axis is None or not is_transport(error):
+                raise
+            raise lost(axis.group, "a collective of compiled code", error) from error
 
     def reset(self) -> None:
         """Forget every compiled graph (after the model's structure changed)."""

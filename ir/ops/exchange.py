@@ -18,7 +18,6 @@ from torch import Tensor
 
 from latentscan.ir.errors import MeshError
 from latentscan.ir.ops.collectives import sum_over
-from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
 
@@ -34,19 +33,19 @@ def _ring(x: Tensor, step: int, size: int, rank: int, group: str) -> Tensor:
 class _TailStart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
-        ctx.shape, ctx.group = x.shape, group
+        ctx.shape = x.shape
         return _ring(x, 1, size, rank, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return wait(grad, ctx.group, "send").view(ctx.shape), None, None, None
+        return _OPS.wait_tensor(grad).view(ctx.shape), None, None, None
 
 
 class _TailWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
         ctx.where = size, rank, group
-        return wait(x, group, "send") * (rank > 0)
+        return _OPS.wait_tensor(x) * (rank > 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -57,19 +56,18 @@ class _TailWait(torch.autograd.Function):
 class _GatherStart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.group = group
         return _OPS.all_gather_into_tensor(x.contiguous(), size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return wait(grad[:1], ctx.group, "reduce_scatter"), None, None
+        return _OPS.wait_tensor(grad[:1]), None, None
 
 
 class _GatherWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
         ctx.where = size, group
-        return wait(x, group, "all_gather")
+        return _OPS.wait_tensor(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -178,7 +176,7 @@ def edge_ids(seq_idx: Tensor, like: Tensor, keep: int, axis: str, size: int, gro
     mine = torch.cat([seq_idx[:, :1], last], 1).long().contiguous()
     if not group:
         return mine.expand(size, *mine.shape).clone()
-    return wait(_OPS.all_gather_into_tensor(mine, size, group), group, "all_gather").view(size, *mine.shape)
+    return _OPS.wait_tensor(_OPS.all_gather_into_tensor(mine, size, group)).view(size, *mine.shape)
 
 
 def pack_state(state: Tensor, decay: Tensor) -> Tensor:
@@ -237,8 +235,7 @@ def _swap(x: Tensor, heads: bool, size: int, group: str) -> Tensor:
     parts = parts.transpose(0, 1).contiguous()  # one part a rank, outermost
     if group:
         even = [parts.numel() // size] * size
-        flat = wait(_OPS.all_to_all_single(parts.view(-1), even, even, group), group, "all_to_all")
-        parts = flat.view(parts.shape)
+        parts = _OPS.wait_tensor(_OPS.all_to_all_single(parts.view(-1), even, even, group)).view(parts.shape)
     if heads:  # [rank, b, h/R, s, d] -> [b, h/R, R s, d]
         return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return parts.permute(1, 0, 2, 3, 4).flatten(1, 2)  # [rank, b, h, s/R, d] -> [b, R h, s/R, d]
@@ -259,7 +256,7 @@ def gather_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     x = x.contiguous()
     if not group:
         return x.repeat(1, size)
-    every = wait(_OPS.all_gather_into_tensor(x[None], size, group), group, "all_gather")
+    every = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x[None], size, group))
     return every.transpose(0, 1).flatten(1, 2)
 
 

@@ -75,6 +75,12 @@ def wait(x: Tensor, group: str, what: str) -> Tensor:
         raise lost(group, what, error) from error
 
 
+def is_transport(error: BaseException) -> bool:
+    """Whether an error is one of gloo or NCCL: a time-out, or a connection that broke."""
+    text = f"{type(error).__name__} {error}"
+    return any(word in text for word in ("gloo", "NCCL", "DistBackendError", "Connection closed", "Timed out waiting"))
+
+
 def lost(group: str, what: str, error: BaseException) -> MeshError:
     """The error of a wait that failed: this rank, the collective, the module, and where the others say they are."""
     import torch.distributed as dist
