@@ -54,27 +54,28 @@ def config_of(text: str, layers: int | None) -> Any:
     from transformers import AutoConfig
 
     kind, given = CLASSES[text]
-    given = dict(given)
-    blocks = given.get("layers_block_type")
-    if blocks and layers:
-        given["layers_block_type"] = blocks[:layers]
-    config = AutoConfig.for_model(kind, **given)
-    return config if blocks else cut(config, layers)
+    there = given.get("num_hidden_layers") or len(given["layers_block_type"])
+    return AutoConfig.for_model(kind, **shortened(given, there, layers))
 
 
 def cut(config: Any, layers: int | None) -> Any:
     """A configuration with its first layers only."""
     if layers is None:
         return config
-    there = config.num_hidden_layers
-    if layers > there:
+    return type(config).from_dict(shortened(config.to_dict(), config.num_hidden_layers, layers))
+
+
+def shortened(given: dict[str, Any], there: int, layers: int | None) -> dict[str, Any]:
+    """A configuration's fields for its first layers only. Raises PipelineError for more than there are."""
+    if layers is not None and layers > there:
         raise PipelineError(f"the model has {there} layers, not {layers}", remedy=f"give at most {there}")
+    made, listed = dict(given), False
     for name in ("layers_block_type", "layer_types"):
-        if isinstance(getattr(config, name, None), list):
-            setattr(config, name, getattr(config, name)[:layers])
-    if config.num_hidden_layers != layers:
-        config.num_hidden_layers = layers
-    return config
+        if isinstance(made.get(name), list):
+            made[name], listed = made[name][:layers], True
+    if layers is not None and ("num_hidden_layers" in made or not listed):
+        made["num_hidden_layers"] = layers
+    return made
 
 
 def builder(config: Any, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Callable[[], Any]:
