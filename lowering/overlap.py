@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -81,11 +80,7 @@ def _inductor_options(growth: float, tell: Tell, agree: Agree | None) -> dict[st
 
     class Scheduling(CustomGraphPass):  # type: ignore[misc]
         def __call__(self, graph: fx.Graph) -> None:
-            from torch._inductor.virtualized import V
-
-            backward = False
-            with contextlib.suppress(Exception):
-                backward = bool(V.graph.is_backward)
+            backward = any(n.name.startswith("tangents") for n in graph.nodes if n.op == "placeholder")
             _schedule(graph, "backward" if backward else "forward", growth, tell, agree)
 
         def uuid(self) -> Any:
