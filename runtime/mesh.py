@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
+from latentscan.ir.ops.waiting import lost, place_of, plain
 from latentscan.ir.order import Collective, check_order
 
 PARALLEL = ("tensor-parallel", "sequence-parallel")  # passes that need a mesh, and leave a rank its part of the weights
@@ -96,6 +98,15 @@ def group_of(axis: Axis) -> Any:
     return distributed_c10d._resolve_process_group(axis.group)
 
 
+def set_timeout(mesh: Mesh, seconds: float) -> None:
+    """How long a rank waits in a collective of the mesh; all ranks set the same."""
+    from torch.distributed import distributed_c10d
+
+    for axis in mesh.axes:
+        if axis.size > 1:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group_of(axis))
+
+
 @contextlib.contextmanager
 def one_writes(mesh: Mesh) -> Iterator[bool]:
     """True inside the block on the mesh's first rank; the others wait for it, and raise what it raised.
@@ -126,11 +137,7 @@ def gather_facts(axis: Axis, facts: Any) -> list[Any]:
     try:
         dist.all_gather_object(found, facts, group=group_of(axis))
     except RuntimeError as error:
-        raise MeshError(
-            f"rank {axis.rank} waited for the other ranks of {axis.name}, and they did not come: {str(error)[:200]}",
-            where=str(facts)[:200],
-            remedy="see whether another rank ended, or makes other calls than this one",
-        ) from error
+        raise lost(axis.group, f"the comparison of ranks along {axis.name} ({str(facts)[:80]})", error) from error
     return found
 
 
@@ -146,6 +153,22 @@ def agree_on_order(mesh: Mesh, found: Sequence[Collective]) -> int:
             every = gather_facts(axis, mine) if mine else []
             check_order(dict(enumerate(every)) or {0: []}, axis.name)
     return len(found)
+
+
+def agree_on_starts(mesh: Mesh, phase: str, starts: Sequence[tuple[str, ...]]) -> None:
+    """The same for a graph that a compiler has ordered.
+
+    Args:
+        starts: name of each collective and its arguments that are no tensors; the last is the group's name.
+    """
+    for axis in mesh.axes:
+        if axis.size > 1:
+            mine = [_as_key(s, phase, axis.name) for s in starts if plain(s[-1]) == axis.group]
+            check_order(dict(enumerate(gather_facts(axis, mine))), axis.name)
+
+
+def _as_key(start: Sequence[str], phase: str, axis: str) -> tuple[str, ...]:
+    return start[0], phase, axis, "", "", place_of(start[-1])
 
 
 def check_call(mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> None:
@@ -167,11 +190,7 @@ def check_call(mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training
     try:
         dist.all_reduce(both, dist.ReduceOp.MAX, group=group_of(axis))
     except RuntimeError as error:
-        raise MeshError(
-            f"rank {axis.rank} waited for the other ranks of {axis.name}, and they did not come: {str(error)[:200]}",
-            where=f"a call with {facts}",
-            remedy="see whether another rank ended, or makes other calls than this one",
-        ) from error
+        raise lost(axis.group, f"the start of a call with {facts}", error) from error
     if int(both[0]) == -int(both[1]):
         return
     every = gather_facts(axis, facts)

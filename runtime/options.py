@@ -24,6 +24,7 @@ class Options:
         dump: folder for a dump of every pass, or None.
         calibration: text or tokens for passes that need statistics, or a ``runtime.calibration.Calibration`` of them.
         mesh: what parallel passes split over: text such as ``tp=2``, or a DeviceMesh with named axes.
+        timeout: seconds that a rank waits for the others in a collective; None: what its process group was made with.
     """
 
     pipeline: str = ""
@@ -33,6 +34,7 @@ class Options:
     dump: str | None = None
     calibration: Any = None
     mesh: Any = None
+    timeout: float | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any] | None) -> Options:
@@ -65,6 +67,10 @@ class Options:
             raise PipelineError(f"dump={self.dump!r} is not a folder's name", remedy="give a path")
         if self.mesh is not None and self.check:
             raise PipelineError("check is not served with a mesh yet", remedy="check the pipeline in one process")
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise PipelineError(f"timeout={self.timeout!r} is no number of seconds", remedy="give one above 0, or None")
+        if self.timeout is not None and self.mesh is None:
+            raise PipelineError("timeout is given without a mesh", remedy="give a mesh such as tp=2, or leave it out")
         if isinstance(self.mesh, str):
             parse_mesh(self.mesh)
         from latentscan.lowering.select import resolve_target

@@ -18,7 +18,7 @@ from latentscan.runtime.binding import refresh_folded
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
-from latentscan.runtime.mesh import PARALLEL, SEQUENCE, bind_mesh, check_alike
+from latentscan.runtime.mesh import PARALLEL, SEQUENCE, bind_mesh, check_alike, set_timeout
 from latentscan.runtime.models import check_model, make_tables
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
@@ -36,6 +36,7 @@ def wrap(
     check: Any = False,
     dump: str | None = None,
     inductor: Any = "auto",
+    timeout: float | None = None,
 ) -> torch.nn.Module:
     """Rewrite a model by a pipeline of passes and compile it. The same object comes back.
 
@@ -51,6 +52,8 @@ def wrap(
         check: compare the numbers after every pass on seeded inputs: True, or a dict of tolerances.
         dump: a folder to write every pass's graphs to.
         inductor: ``auto`` (on for GPUs), True or False.
+        timeout: seconds that a rank waits for the others of the mesh in a collective before it raises MeshError, with
+            the rank, the collective, its module and where the others are. None: what the process groups were made with.
 
     Returns:
         ``model``, with ``model.report`` added.
@@ -63,7 +66,7 @@ def wrap(
     options = Options.of(
         {
             "pipeline": pipeline, "mesh": mesh, "target": target, "calibration": calibration,
-            "check": check, "dump": dump, "inductor": inductor,
+            "check": check, "dump": dump, "inductor": inductor, "timeout": timeout,
         }
     )  # fmt: skip
     passes = parse(options.pipeline)
@@ -90,6 +93,8 @@ def wrap(
         )
     mesh = bind_mesh(options.mesh, model)
     if mesh is not None:
+        if options.timeout is not None:
+            set_timeout(mesh, options.timeout)
         check_alike(mesh, model, options.pipeline)
     plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True, mesh=mesh))
     refuse_tied(model, plan.recipes, plan.released)
