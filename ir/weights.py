@@ -44,6 +44,28 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which part of a source each rank of an axis holds, so that it can be read, stored and found again as such.
+
+    Attributes:
+        dim: the dimension along which the source is split; None: the first rank holds all of it, the others nothing.
+        held: for each rank the indices along ``dim``, ascending. Ranks may hold the same ones.
+        rank: this rank.
+        shape: of the whole source.
+    """
+
+    dim: int | None
+    held: tuple[tuple[int, ...], ...]
+    rank: int
+    shape: tuple[int, ...]
+
+    @property
+    def own(self) -> tuple[int, ...] | None:
+        """This rank's indices along ``dim``; None where that is the whole source."""
+        return None if self.dim is None else self.held[self.rank]
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How a group of new weights is made from existing ones.
 
@@ -67,6 +89,7 @@ class Recipe:
     inverse: Callable[..., tuple[torch.Tensor, ...]] | None = None
     keep: dict[str, Any] = field(default_factory=dict)
     group: str = ""
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass

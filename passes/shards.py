@@ -9,7 +9,7 @@ import torch
 
 from latentscan.ir.mesh import Axis
 from latentscan.ir.ops.collectives import first_holds, gather_shards
-from latentscan.ir.weights import Recipe, Weight
+from latentscan.ir.weights import Part, Recipe, Weight
 
 SUFFIX = "_tp"
 OPTIONAL = "optional"  # in a recipe's keep
@@ -33,7 +33,7 @@ def column_recipe(sources: Sequence[Weight], dim: int, held: Held, axis: Axis, m
     def inverse(*parts: torch.Tensor) -> Tensors:
         return tuple(gather_shards(t, d, held, n, axis.group) for t, d, n in zip(parts, dims, totals, strict=True))
 
-    return _recipe(sources, dims, len(held[axis.rank]), function, inverse, axis, maker, site)
+    return _recipe(sources, dims, held, function, inverse, axis, maker, site)
 
 
 def row_recipe(sources: Sequence[Weight], dim: int, held: Held, axis: Axis, maker: str, site: str) -> Recipe:
@@ -51,7 +51,7 @@ def row_recipe(sources: Sequence[Weight], dim: int, held: Held, axis: Axis, make
             return (weight,)
         return weight, first_holds(parts[1] if len(parts) > 1 else None, weight, shape, axis.group)
 
-    return _recipe(sources, [dim, None][:kept], len(held[axis.rank]), function, inverse, axis, maker, site)
+    return _recipe(sources, [dim, None][:kept], held, function, inverse, axis, maker, site)
 
 
 def weight_recipe(
@@ -70,25 +70,27 @@ def weight_recipe(
     def inverse(*parts: torch.Tensor) -> Tensors:
         return (gather_shards(parts[0], dim, held, total, axis.group),)
 
-    recipe = _recipe([source], [dim], len(held[axis.rank]), function, inverse, axis, maker, site)
+    recipe = _recipe([source], [dim], held, function, inverse, axis, maker, site)
     return replace(recipe, keep={**recipe.keep, OPTIONAL: optional})
 
 
 def _recipe(
     sources: Sequence[Weight],
     dims: Sequence[int | None],
-    count: int,
+    held: Held,
     function: Callable[..., Tensors],
     inverse: Callable[..., Tensors],
     axis: Axis,
     maker: str,
     site: str,
 ) -> Recipe:
-    """A recipe for the first ``len(dims)`` of its sources, each with ``count`` indices along its dimension."""
+    """A recipe for the first ``len(dims)`` of its sources, each with ``held[rank]`` along its dimension."""
     paths = tuple(w.path for w in sources)
-    shapes = [
-        tuple(count if d == dim else int(s) for d, s in enumerate(w.value.shape))
-        for w, dim in zip(sources, dims, strict=False)
-    ]
+    every = tuple(tuple(h) for h in held)
+    parts = tuple(
+        Part(dim, every, axis.rank, tuple(int(s) for s in w.value.shape)) for w, dim in zip(sources, dims, strict=False)
+    )
+    count = len(held[axis.rank])
+    shapes = [tuple(count if d == p.dim else s for d, s in enumerate(p.shape)) for p in parts]
     targets = tuple(p + SUFFIX for p in paths[: len(dims)])
-    return Recipe(paths, targets, maker, site, function, inverse, {"shapes": shapes}, axis.group or "-")
+    return Recipe(paths, targets, maker, site, function, inverse, {"shapes": shapes}, axis.group or "-", parts)

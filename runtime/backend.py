@@ -51,14 +51,15 @@ def _compile(
     from latentscan.runtime.executable import Executable
 
     chosen = Options.of(options)
-    for name in ("check", "dump", "calibration"):
+    for name in ("check", "dump", "calibration", "weights"):
         if getattr(chosen, name):
             raise PipelineError(
                 f"option {name} is not served by torch.compile's door", remedy=f"use latentscan.wrap(model, {name}=...)"
             )
     if chosen.mesh is not None:
         raise PipelineError(
-            "mesh is not served by torch.compile's door: every rank would keep the whole model",
+            "mesh is not served by torch.compile's door: the parameters are the caller's, and every rank would keep "
+            "the whole model",
             remedy="use latentscan.wrap(model, mesh=...) before the optimiser is built",
         )
     passes = parse(chosen.pipeline)

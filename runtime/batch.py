@@ -1,4 +1,5 @@
-"""Context parallelism's view of a batch: each rank's consecutive tokens of everything that runs along the sequence."""
+"""A rank's view of a batch: its rows along ``dp``, and along ``cp`` consecutive tokens of all that runs along the
+sequence."""
 
 from __future__ import annotations
 
@@ -13,15 +14,20 @@ IGNORED = -100  # the label that a loss leaves out
 
 
 def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
-    """This rank's part of a batch along the mesh's axis ``cp``.
+    """This rank's part of a batch that all ranks know: its rows along the mesh's axis ``dp``, its tokens along ``cp``.
 
-    Labels are shifted by one before they are cut (as ``shift_labels``), so a shard's last token is trained on the next
-    shard's first; ``num_items_in_batch`` counts the trained tokens of all ranks, so the ranks' losses add up to
-    the mean over all of them. Position ids are those of the whole sequence.
+    Along ``dp`` each rank has rows of its own, and gradients are to be averaged, as DistributedDataParallel and
+    ``fully_shard`` do: ``num_items_in_batch`` counts the trained tokens of all ranks, divided by their number, so that
+    averages over ranks are averages over tokens, however these are spread (the loss too, if it is averaged).
+
+    Along ``cp`` labels are shifted by one before they are cut (as ``shift_labels``), so a shard's last token is trained
+    on the next shard's first; ``num_items_in_batch`` counts the trained tokens of all ranks, so the ranks' losses add
+    up to the mean over all of them. Position ids are those of the whole sequence.
 
     Args:
-        batch: ``input_ids`` or ``inputs_embeds`` [b, L, ...], and whatever else goes with them: tensors whose second
-            dimension is L are cut, others are passed on. ``seq_idx`` [b, L] numbers packed sequences.
+        batch: ``input_ids`` or ``inputs_embeds`` [b, L, ...], and whatever else goes with them: tensors whose first
+            dimension is b and whose second is L are cut, others are passed on. ``seq_idx`` [b, L] numbers packed
+            sequences.
 
         mesh: a wrapped model's, a DeviceMesh with named axes, or text such as ``cp=2``.
 
@@ -29,9 +35,10 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
         A new dictionary; what is cut is contiguous.
 
     Raises:
-        MeshError: there is no axis, or L is not divisible by its size.
+        MeshError: b is not divisible by the size of ``dp``, or L by that of ``cp``.
     """
-    axis = seen_from_here(mesh).axis("cp")
+    seen = seen_from_here(mesh)
+    axis, rows_axis = seen.axis("cp"), seen.axis("dp")
     first = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
     if first is None:
         raise MeshError("the batch holds neither input_ids nor inputs_embeds", where="split_batch")
@@ -42,6 +49,19 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
             where="split_batch",
             remedy=f"pad the batch to {length + -length % axis.size} tokens, labels with {IGNORED}",
         )  # fmt: skip
+    if rows % rows_axis.size:
+        raise MeshError(
+            f"{rows} rows cannot be shared evenly by {rows_axis.size} ranks",
+            where="split_batch",
+            remedy=f"give {rows + -rows % rows_axis.size} rows, those to fill up with labels of {IGNORED} only",
+        )
+    batch = _counted(batch, rows, length, rows_axis.size)
+    share = rows // rows_axis.size
+    mine = slice(rows_axis.rank * share, (rows_axis.rank + 1) * share)
+    batch = {k: _rows(v, rows, length, mine) for k, v in batch.items()} if rows_axis.size > 1 else dict(batch)
+    if {"dp", "cp"} & {a.name for a in seen.axes} == {"dp"}:
+        return batch
+    rows = share
     whole = dict(batch)
     seq_idx = whole["seq_idx"] = numbered(whole, rows, length)
     if seq_idx is None:
@@ -57,6 +77,25 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
     share = length // axis.size
     part = slice(axis.rank * share, (axis.rank + 1) * share)
     return {k: _cut(v, length, part) for k, v in whole.items()}
+
+
+def _counted(batch: dict[str, Any], rows: int, length: int, ranks: int) -> dict[str, Any]:
+    """The batch with the number of trained tokens a rank of ``dp``, before it is cut."""
+    count = batch.get("num_items_in_batch")
+    if ranks == 1 or (count is None and batch.get("labels") is None and batch.get("shift_labels") is None):
+        return batch
+    if count is None:
+        moved = batch.get("shift_labels")
+        if moved is None:
+            moved = shifted(batch["labels"], numbered(dict(batch), rows, length))
+        count = (moved != IGNORED).sum()
+    return {**batch, "num_items_in_batch": count / ranks}
+
+
+def _rows(value: Any, rows: int, length: int, part: slice) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and tuple(value.shape[:2]) == (rows, length):
+        return value[part].contiguous()
+    return value
 
 
 def numbered(batch: dict[str, Any], rows: int, length: int) -> torch.Tensor | None:

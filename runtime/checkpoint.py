@@ -151,7 +151,7 @@ def _description(session: Session) -> dict[str, Any]:
 
 def gathered_state(session: Session) -> dict[str, torch.Tensor]:
     """The state dict of the whole model. Every rank of the mesh must call it."""
-    state = session.model.state_dict()
+    state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in session.model.state_dict().items()}
     for recipe in reversed([r for r in session.plan.recipes if r.group]):
         parts = [state.pop(t) for t in recipe.targets]
         with torch.no_grad():

@@ -48,9 +48,8 @@ def bind_mesh(given: Any, model: torch.nn.Module) -> Mesh | None:
             )
         from torch.distributed.device_mesh import init_device_mesh
 
-        device = next(model.parameters()).device.type
         sizes, axes_names = tuple(a.size for a in planned.axes), tuple(a.name for a in planned.axes)
-        given = init_device_mesh("cpu" if device == "meta" else device, sizes, mesh_dim_names=axes_names)
+        given = init_device_mesh(device_for(given, model).type, sizes, mesh_dim_names=axes_names)
     names = getattr(given, "mesh_dim_names", None)
     if not names or any(n not in AXES for n in names):
         raise MeshError(
@@ -63,6 +62,26 @@ def bind_mesh(given: Any, model: torch.nn.Module) -> Mesh | None:
         group = given.get_group(name)
         axes.append(Axis(name, int(given.size(index)), int(given.get_local_rank(name)), group.group_name))
     return Mesh(tuple(axes))
+
+
+def axis_names(given: Any) -> tuple[str, ...]:
+    """The names of a mesh's axes, as :func:`bind_mesh` takes it."""
+    if isinstance(given, str):
+        return tuple(a.name for a in parse_mesh(given).axes)
+    return () if given is None else tuple(getattr(given, "mesh_dim_names", None) or ("?",))
+
+
+def device_for(given: Any, model: torch.nn.Module) -> torch.device:
+    """Where a model is, or for one on the meta device where it is to be: the mesh's device, or what NCCL talks to."""
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return device
+    kind = getattr(given, "device_type", None)
+    if kind is None and given is not None and "nccl" in str(torch.distributed.get_backend()):
+        kind = "cuda"
+    if kind == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(kind) if kind is not None else torch.get_default_device()
 
 
 def seen_from_here(given: Any) -> Mesh:

@@ -25,6 +25,7 @@ class Options:
         calibration: text or tokens for passes that need statistics, or a ``runtime.calibration.Calibration`` of them.
         mesh: what parallel passes split over: text such as ``tp=2``, or a DeviceMesh with named axes.
         timeout: seconds that a rank waits for the others in a collective; None: what its process group was made with.
+        weights: the directory that holds the weights of a model on the meta device.
     """
 
     pipeline: str = ""
@@ -35,6 +36,7 @@ class Options:
     calibration: Any = None
     mesh: Any = None
     timeout: float | None = None
+    weights: Any = None
 
     @classmethod
     def of(cls, given: dict[str, Any] | None) -> Options:
@@ -65,6 +67,13 @@ class Options:
             )
         if self.dump is not None and not isinstance(self.dump, (str, os.PathLike)):
             raise PipelineError(f"dump={self.dump!r} is not a folder's name", remedy="give a path")
+        if self.weights is not None and not isinstance(self.weights, (str, os.PathLike)):
+            raise PipelineError(f"weights={self.weights!r} is not a directory's name", remedy="give a path")
+        if self.weights is not None and (self.check or self.dump):
+            raise PipelineError(
+                "check and dump compute with the weights of the whole model, which weights= is not to hold",
+                remedy="check the pipeline in one process, on a model in memory",
+            )
         if self.mesh is not None and self.check:
             raise PipelineError("check is not served with a mesh yet", remedy="check the pipeline in one process")
         if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):

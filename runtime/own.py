@@ -86,14 +86,17 @@ def tombstone(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(tuple(shape))
 
 
-def release(model: torch.nn.Module, paths: Sequence[str]) -> int:
+def release(model: torch.nn.Module, paths: Sequence[str], device: torch.device | None = None) -> int:
     """Delete Parameters, wherever they are registered; NaN buffers that are not saved take their names. All or none.
+
+    Args:
+        device: of the NaN buffers; the Parameters' own if None.
 
     Returns:
         the bytes freed.
     """
     old = {id(p): p for p in (get(model, path) for path in paths)}
-    dead = {key: tombstone(p.shape, p.dtype, p.device) for key, p in old.items()}
+    dead = {key: tombstone(p.shape, p.dtype, device or p.device) for key, p in old.items()}
     names: dict[int, list[str]] = {}
     for prefix, module in list(model.named_modules()):
         for name, parameter in list(module._parameters.items()):

@@ -18,12 +18,14 @@ from latentscan.runtime.binding import refresh_folded
 from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
-from latentscan.runtime.mesh import PARALLEL, SEQUENCE, bind_mesh, check_alike, set_timeout
+from latentscan.runtime.materialise import is_empty, materialise
+from latentscan.runtime.mesh import PARALLEL, SEQUENCE, axis_names, bind_mesh, check_alike, device_for, set_timeout
 from latentscan.runtime.models import check_model, make_tables
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.session import Session
+from latentscan.runtime.stored import Stored
 
 
 def wrap(
@@ -37,6 +39,7 @@ def wrap(
     dump: str | None = None,
     inductor: Any = "auto",
     timeout: float | None = None,
+    weights: Any = None,
 ) -> torch.nn.Module:
     """Rewrite a model by a pipeline of passes and compile it. The same object comes back.
 
@@ -46,7 +49,8 @@ def wrap(
         pipeline: passes as text, e.g. ``"mla-mm-split,latent-cache,mla-absorb"``; empty: canonical form only.
         mesh: what parallel passes split over: text such as ``tp=2``, of which torch.distributed's ranks are then the
             members in order, or a DeviceMesh with axes named ``dp``, ``tp``, ``cp``. Every rank calls ``wrap`` with
-            the same model, and from then on makes the same calls in the same order.
+            the same model, and from then on makes the same calls in the same order. ``dp`` is left to
+            DistributedDataParallel or ``fully_shard`` around the wrapped model.
         target: ``auto`` or ``reference``.
         calibration: a path, a list of strings or a token tensor [N, L], for passes that need statistics.
         check: compare the numbers after every pass on seeded inputs: True, or a dict of tolerances.
@@ -54,6 +58,8 @@ def wrap(
         inductor: ``auto`` (on for GPUs), True or False.
         timeout: seconds that a rank waits for the others of the mesh in a collective before it raises MeshError, with
             the rank, the collective, its module and where the others are. None: what the process groups were made with.
+        weights: for a model on the meta device, the directory of safetensors files that holds its weights. With a mesh
+            each rank reads its part only.
 
     Returns:
         ``model``, with ``model.report`` added.
@@ -67,6 +73,7 @@ def wrap(
         {
             "pipeline": pipeline, "mesh": mesh, "target": target, "calibration": calibration,
             "check": check, "dump": dump, "inductor": inductor, "timeout": timeout,
+            "weights": weights,
         }
     )  # fmt: skip
     passes = parse(options.pipeline)
@@ -81,12 +88,14 @@ def wrap(
             "calibration is given, but no pass of the pipeline uses it",
             remedy="leave it out, or give mha-to-mla a rank",
         )
+    empty = is_empty(model)
+    _check_weights(model, options, empty, wanted)
     statistics = None
     if wanted:
         from latentscan.runtime.calibration import statistics_for
 
         statistics = statistics_for(model, passes, options.calibration)
-    if options.mesh is not None and not any(p.name in PARALLEL + SEQUENCE for p in passes):
+    if axis_names(options.mesh) not in ((), ("dp",)) and not any(p.name in PARALLEL + SEQUENCE for p in passes):
         raise PipelineError(
             f"mesh {options.mesh!r} is given, but no pass of the pipeline uses it",
             remedy=f"add one of {', '.join(PARALLEL + SEQUENCE)}, or leave mesh out",
@@ -96,8 +105,14 @@ def wrap(
         if options.timeout is not None:
             set_timeout(mesh, options.timeout)
         check_alike(mesh, model, options.pipeline)
-    plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True, mesh=mesh))
+    stored = Stored(options.weights, model) if empty else None
+    plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True, mesh=mesh, meta=empty))
     refuse_tied(model, plan.recipes, plan.released)
+    if stored is not None:
+        materialise(model, plan, stored, device_for(options.mesh, model))
+        stored.close()
+        install(model, Session(model, passes, plan, options, mesh))
+        return model
     make_parameters(model, plan.recipes)
     try:
         install(model, Session(model, passes, plan, options, mesh))
@@ -107,6 +122,27 @@ def wrap(
         restore(model, plan.recipes, ())
         raise
     return model
+
+
+def _check_weights(model: torch.nn.Module, options: Options, empty: bool, wanted: bool) -> None:
+    """Raise unless ``weights`` is given for a model on the meta device, and for no other."""
+    if not empty and options.weights is not None:
+        raise PipelineError(
+            "weights is given, but the model has its weights",
+            where=type(model).__name__,
+            remedy="leave it out, or build the model under torch.device('meta')",
+        )
+    if empty and options.weights is None:
+        raise RefusedError(
+            "its weights are on the meta device",
+            where=type(model).__name__,
+            remedy="give their directory: wrap(model, ..., weights=DIRECTORY)",
+        )
+    if empty and wanted:
+        raise PipelineError(
+            "the pipeline has a pass that is calibrated on the whole model, and weights= is to hold a part only",
+            remedy="convert the model in one process first: latentscan convert MODEL OUT --pipeline ...",
+        )
 
 
 def planning_graph(model: torch.nn.Module, *, batch: int = 2, length: int = 6, cached: bool = True) -> Graph:

@@ -10,15 +10,16 @@ from typing import Any
 
 
 def launch(
-    world: int, cases: list[dict[str, Any]], folder: Path, *, timeout: float = 900
+    world: int, cases: list[dict[str, Any]], folder: Path, *, timeout: float = 900, worker: str = "worker"
 ) -> list[list[dict[str, Any]]]:
     """Run cases (see :mod:`worker`) one after the other on ``world`` processes.
 
     Returns:
         for each case what each rank found.
     """
+    folder.mkdir(exist_ok=True)
     result = folder / "result.json"
-    command = [sys.executable, "-m", "latentscan.tests.distributed.worker"]
+    command = [sys.executable, "-m", f"latentscan.tests.distributed.{worker}"]
     workers = [
         subprocess.Popen(
             [*command, str(rank), str(world), str(folder / "rendezvous"), str(result), json.dumps(cases)],

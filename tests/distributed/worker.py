@@ -9,6 +9,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     reference           what the one process is wrapped with (default: not wrapped); its passes come first in pipeline
     against             another pipeline on the same mesh, whose weights after the steps must be the same bits
     drop                leave out the collective of this number in the training graph (sabotage)
+    weights             a folder: the first rank saves the model there, and every rank wraps it from the meta device
     do                  more to do afterwards: "generate", "save:<folder>", "unwrap", "load", "nll", "mismatch"
     rank_overrides      {rank: overrides of that rank alone} for ranks that do not agree
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import sys
 from datetime import timedelta
@@ -29,6 +31,8 @@ from latentscan.ir.errors import LatentscanError
 from latentscan.ir.ops import collectives
 from latentscan.runtime import session as session_module
 from latentscan.runtime.door import session_of
+from latentscan.runtime.source import resolve
+from latentscan.runtime.stored import Stored
 from latentscan.runtime.wrap import unwrap, wrap
 from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import distance, ragged, tokens
@@ -127,7 +131,12 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     case["start"] = copy.deepcopy(one) if "against" in case else None
     one.train(case.get("train", True))
     held = sum(p.numel() for p in one.parameters())
-    model = wrap(copy.deepcopy(one), case.get("pipeline", "tensor-parallel"), mesh=case.get("mesh", f"tp={world}"))
+    pipeline, mesh = case.get("pipeline", "tensor-parallel"), case.get("mesh", f"tp={world}")
+    read: dict[str, Any] = {}
+    if "weights" in case:
+        model = from_disk(one, case["weights"], rank, pipeline, mesh, read)
+    else:
+        model = wrap(copy.deepcopy(one), pipeline, mesh=mesh)
     if "reference" in case:
         wrap(one, case["reference"])
     kept = session_module.Executable
@@ -150,11 +159,43 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         session_module.Executable = kept  # type: ignore[misc]
     if "against" in case:
         result |= same_bits(case, model, one)
+    result |= read
     result["droppable"] = droppable[0] if droppable else 0
     result["held"] = sum(p.numel() for p in model.parameters()), held
     for what in case.get("do", ()):
         more(what, model, one, result, rank)
     return result
+
+
+def from_disk(one: Any, folder: str, rank: int, pipeline: str, mesh: str, found: dict[str, Any]) -> torch.nn.Module:
+    """The model wrapped from its files alone; what was read, and the most bytes of tensors alive meanwhile."""
+    if rank == 0:
+        one.save_pretrained(folder, max_shard_size="100KB")
+    dist.barrier()
+    empty = resolve(folder).on_meta().train(one.training)
+    before, peak, kept = set(storages()), [0], Stored._copy
+
+    def copied(self: Any, *args: Any) -> None:
+        kept(self, *args)
+        peak[0] = max(peak[0], sum(n for key, n in storages().items() if key not in before))
+        found["bytes_read"] = self.bytes_read
+
+    Stored._copy = copied  # type: ignore[method-assign]
+    try:
+        model = wrap(empty, pipeline, mesh=mesh, weights=folder)
+    finally:
+        Stored._copy = kept  # type: ignore[method-assign]
+    found["peak"] = peak[0]
+    found["bytes"] = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in one.parameters())
+    found["largest"] = max(p.nbytes for p in one.parameters())
+    return model
+
+
+def storages() -> dict[int, int]:
+    """Address and bytes of what all tensors of the process are kept in."""
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
+    found = [t.untyped_storage() for t in tensors if t.device.type == "cpu"]
+    return {s.data_ptr(): s.nbytes() for s in found}
 
 
 def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) -> dict[str, Any]:
