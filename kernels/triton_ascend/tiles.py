@@ -70,9 +70,9 @@ class ChunkTiles:
             "cumsum": Footprint(ub=2 * 8 * 4 * Q * self.heads),
             "state": Footprint(ub=6 * Q * P + vectors, l1=4 * (Q * P + Q * N), l0c=4 * P * N),
             "pass": Footprint(ub=2 * 12 * self.pass_block),
-            # 3 fp32 tiles of scores; both vector cores of a cube share them
+            # 3 fp32 tiles of scores, which both vector cores of a cube share; x, z and the output
             "scan": Footprint(
-                ub=max(12 * Q * Q // 2, 10 * Q * P) + vectors, l1=2 * (3 * Q * N + Q * Q + Q * P + P * N),
+                ub=max(12 * Q * Q // 2, 13 * Q * P) + vectors, l1=2 * (3 * Q * N + Q * Q + Q * P + P * N),
                 l0c=4 * Q * max(Q, P),
             ),
         }  # fmt: skip

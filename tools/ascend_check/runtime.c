@@ -38,7 +38,7 @@ void memrefCopy(int64_t bytes, Unranked *from, Unranked *to) {
             s->sizes_and_strides + from->rank, d->aligned + d->offset * bytes, d->sizes_and_strides + from->rank);
 }
 
-#define HEAP_BYTES (256u << 20)
+#define HEAP_BYTES (64u << 20)
 void *__real_malloc(size_t bytes);
 static char *heap;
 static size_t used;

@@ -10,6 +10,7 @@ import json
 import platform
 import re
 import subprocess
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ class Toolchain:
         self.environment = environment
         self.compiled = 0
         self._process: subprocess.Popen[str] | None = None
+        self._turn = threading.Lock()
         sources = sorted((HERE.parents[1] / "kernels" / "triton_ascend").glob("*.py")) + sorted(HERE.glob("*.[pc]*"))
         self._sources = hashlib.sha256(REQUIREMENTS.read_bytes() + b"".join(p.read_bytes() for p in sources))
 
@@ -183,6 +185,10 @@ class Toolchain:
         return library
 
     def _ask(self, request: dict[str, Any]) -> None:
+        with self._turn:
+            self._answer(request)
+
+    def _answer(self, request: dict[str, Any]) -> None:
         if self._process is None:
             self._process = subprocess.Popen(
                 [str(self.environment.python), "-s", str(HERE / "frontend.py")],
