@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,8 @@ class Session:
         program = run(graph, self.passes, context, strict=False)
         traced = TracedGraph(training, cached, program.records, mesh=self.mesh)
         traced.executable = Executable(
-            program, inputs, self.options, self.weights, traced.note, traced.scheduled.append, self.agree,
+            program, inputs, self.options, self.weights, traced.note, traced.scheduled.append,
+            agree=partial(agree_on_starts, self.mesh) if self.mesh is not None and not self.silent else None,
             groups=self.groups,
         )  # fmt: skip
         self.graphs.append(traced)
@@ -135,11 +137,6 @@ class Session:
         """
         self.reset()
         self.silent = groups
-
-    def agree(self, phase: str, starts: list[tuple[str, ...]]) -> None:
-        """See that all ranks start the same collectives of a scheduled graph in the same order."""
-        if self.mesh is not None and not self.silent:
-            agree_on_starts(self.mesh, phase, starts)
 
     def compiled(self, *, packed: bool = False) -> Callable[..., Any]:
         if packed not in self._compiled:
