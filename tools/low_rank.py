@@ -163,7 +163,11 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        whole, torn = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
+        if torn:  # a line that was being written when the run was killed
+            path.write_text(whole)
+        self.lines = [json.loads(line) for line in whole.splitlines()]
 
     def find(self, **what: Any) -> float | None:
         known = (x["nll"] for x in self.lines if {k: v for k, v in x.items() if k not in ("nll", "seconds")} == what)
