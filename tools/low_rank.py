@@ -41,7 +41,7 @@ SIZES = {
 CANDIDATES = {  # d_r
     ("transmla", 192): (64, 32, 16), ("transmla", 96): (64, 32, 16),
     ("transmla-unfolded", 192): (64, 56, 48, 40, 32), ("transmla-unfolded", 96): (64, 48, 32),
-    ("pca", 192): (120, 96, 72), ("pca", 96): (60, 48, 36),
+    ("pca", 192): (120, 108, 96, 72), ("pca", 96): (60, 48, 36),
     ("two-sided", 192): (56, 48, 40), ("two-sided", 96): (32, 28, 24),
 }  # fmt: skip
 METHODS, CUTS = ("transmla", "transmla-unfolded", "pca", "two-sided"), (192, 96)
