@@ -126,7 +126,9 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
             found[node, "value"] = keys * expression(width)
         else:
             keep(value)
-        heads_last = expression(graph.value(query).stride(1)).is_number  # laid out as [B, S, H, D]
+        of_head, of_token = (expression(n) for n in graph.value(query).stride()[1:3])
+        numbers = of_head.is_number and of_token.is_number  # else a token's stride of heads first depends on S
+        heads_last = numbers and bool(of_head <= of_token)  # laid out as [B, S, H, D]
         if on_cpu and width != wide:
             found[node, "out"] = rows * expression(width) * item
         elif on_cpu and not heads_last:  # it gives what it makes the query's layout, and bringing heads last copies

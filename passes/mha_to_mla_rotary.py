@@ -157,7 +157,12 @@ def _rotary_parts(graph: Graph, found: Found, module: str) -> tuple[Operand, Ope
             names = {part.features.sources[i].name for i in part.features.used()}
             normed = any(_is_normed(part.features.sources[i]) for i in part.features.used())
             rule = "qk-norm" if normed and label != "value" else f"{label}-not-linear"
-            why = ": a norm on queries or keys is not linear" if normed else ""
+            why = (
+                ": a norm on queries or keys is not linear (it divides each head by a number of its own for every "
+                "token, which would be cached beside the latent, and which absorption cannot take into the query)"
+                if normed
+                else ""
+            )
             return Refusal(
                 module, rule,
                 f"the {label} before rotation comes from {', '.join(sorted(names))}, not from a linear map{why}",

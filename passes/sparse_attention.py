@@ -54,7 +54,10 @@ class SparseAttention(Pass):
         "The model masks all keys but the indexer's top k and attends densely. Attention over the k gathered latents "
         "is the same sum without its zeros: 2 s k (2 d_c + d_r) multiply-adds a head instead of 2 s t (2 d_c + d_r). "
         "Needs the absorbed form (mla-absorb{when=always}), in which all heads share the rows. The top-k itself and "
-        "the indexer stay as the model has them; gradients reach the latent and the queries, as in the model."
+        "the indexer stay as the model has them; gradients reach the latent and the queries, as in the model. The "
+        "indexer is not trained: the library computes it without gradients, and its loss (the KL divergence of its "
+        "softmax from the attention summed over heads) is not served. Train it in the model's own code, with this pass "
+        "left out."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
@@ -89,6 +92,8 @@ class SparseAttention(Pass):
                 chosen = graph.shape(selection.indices)[2]
                 keys = graph.shape(node.args[2])[1]  # type: ignore[arg-type]
                 note = f"{expression(chosen)} of {expression(keys)} keys per query are gathered"
+                if graph.training:
+                    note += "; the indexer is not trained: it has no gradient in the model, and no loss of its own here"
                 found.append(Site(module, "top-k-gathered", node.name, {"k": chosen, "t": keys}, note))
         return found
 

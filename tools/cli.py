@@ -154,10 +154,7 @@ def convert_verb(
     with progress("converting") as step:
         from latentscan.tools.convert import convert
 
-        def tell(text: str) -> None:
-            if not as_json:
-                stdout().print(text, highlight=False)
-
+        tell = _tells(as_json)
         told = convert(model, out, pipeline, calibration=calibration, export_as=export_as, step=step, tell=tell)
     _show_written(told, as_json)
 
@@ -175,8 +172,18 @@ def export_verb(
     with progress("exporting") as step:
         from latentscan.tools.convert import export_directory
 
-        told = export_directory(directory, out, form, step=step)
+        told = export_directory(directory, out, form, step=step, tell=_tells(as_json))
     _show_written(told, as_json)
+
+
+def _tells(as_json: bool) -> Callable[[str], None]:
+    """Prints what is told before anything is written; nothing where stdout is for JSON."""
+
+    def tell(text: str) -> None:
+        if not as_json:
+            stdout().print(text, highlight=False)
+
+    return tell
 
 
 def _show_written(told: dict[str, Any], as_json: bool) -> None:

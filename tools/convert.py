@@ -79,11 +79,10 @@ def convert(
     made = {t: bytes_of(get(loaded, t)) for r in session.plan.recipes for t in r.targets}
     released = {path: bytes_of(get(loaded, path)) for path in session.plan.released}
     weights, by_pass = weight_bytes(before, session.plan, made, released)
-    if export_as is None:  # an export tells of its own
-        tell(weights_text(weights, by_pass))
+    tell(weights_text(weights, by_pass))
     session.source = source.lasting
     if export_as is not None:
-        told = _write_export(loaded, target, out, lambda folder: _add_tokenizer(source, folder), shard, step)
+        told = _write_export(loaded, target, out, lambda folder: _add_tokenizer(source, folder), shard, step, tell)
     else:
         step(f"writing {target}")
         write(session, target, lambda folder: _add_tokenizer(source, folder), max_shard_size=shard)
@@ -93,7 +92,13 @@ def convert(
 
 
 def export_directory(
-    directory: Path, out: Path, form: str, *, shard: str = "5GB", step: Callable[[str], None] = lambda _: None
+    directory: Path,
+    out: Path,
+    form: str,
+    *,
+    shard: str = "5GB",
+    step: Callable[[str], None] = lambda _: None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Export what ``convert`` or ``heal`` wrote. Arguments, results and errors as :func:`convert`'s."""
     target = _check_out(out)
@@ -106,7 +111,7 @@ def export_directory(
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, folder / name)
 
-    return _write_export(loaded, target, out, add_tokenizer, shard, step)
+    return _write_export(loaded, target, out, add_tokenizer, shard, step, tell)
 
 
 def _check_form(form: str) -> None:
@@ -121,9 +126,12 @@ def _write_export(
     extra: Callable[[Path], None],
     shard: str,
     step: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> dict[str, Any]:
     step("exporting")
     made = export(model)
+    before, after = made.weight_bytes
+    tell(weights_text({"before": before, "after": after}, {f"export to {FORMS[0]}": (after, before)}))
     wrap(made.model, made.pipeline)
     session = session_of(made.model)
     assert session is not None

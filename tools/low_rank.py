@@ -41,7 +41,7 @@ SIZES = {
 CANDIDATES = {  # d_r
     ("transmla", 192): (64, 32, 16), ("transmla", 96): (64, 32, 16),
     ("transmla-unfolded", 192): (64, 56, 48, 40, 32), ("transmla-unfolded", 96): (64, 48, 32),
-    ("pca", 192): (120, 96, 72), ("pca", 96): (60, 48, 36),
+    ("pca", 192): (120, 108, 96, 72), ("pca", 96): (60, 48, 36),
     ("two-sided", 192): (56, 48, 40), ("two-sided", 96): (32, 28, 24),
 }  # fmt: skip
 METHODS, CUTS = ("transmla", "transmla-unfolded", "pca", "two-sided"), (192, 96)
@@ -163,7 +163,11 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        text = path.read_text() if path.exists() else ""
+        whole, torn = text[: text.rfind("\n") + 1], text[text.rfind("\n") + 1 :]
+        if torn:  # a line that was being written when the run was killed
+            path.write_text(whole)
+        self.lines = [json.loads(line) for line in whole.splitlines()]
 
     def find(self, **what: Any) -> float | None:
         known = (x["nll"] for x in self.lines if {k: v for k, v in x.items() if k not in ("nll", "seconds")} == what)

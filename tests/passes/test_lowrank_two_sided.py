@@ -208,6 +208,23 @@ def test_the_baseline_keeps_a_component_of_every_group_of_frequencies():
     assert problem.key.shape == (GROUPS, WIDTH, D)
 
 
+def test_without_folding_the_loudest_frequencies_keep_a_rotation_of_their_own():
+    """By the energy of their principal components; the others stay whole in what the latent has to give."""
+    of, data, method = heads(), inputs(), METHODS["transmla-unfolded"]
+    loud = of.key.clone()
+    loud[:, [1, 5]] *= 10  # pair 1 of 4
+    of = dataclasses.replace(of, key=loud)
+    assert choose_pairs(of, data, method, 1) == [1]
+    pairs = choose_pairs(of, data, method, 3)
+    energies = components(of, data, method).energies[:, 0]
+    assert pairs == sorted(energies.topk(3).indices.tolist()) and 1 in pairs
+    problem = decouple(of, data, method, pairs)
+    (silent,) = set(range(4)) - set(pairs)
+    assert problem.rope.shape == (6, D + 1)
+    assert torch.equal(problem.key[:, [silent, silent + 4]], of.key[:, [silent, silent + 4], :-1])
+    assert choose_pairs(of, data, method, 4) == choose_pairs(of, data, BASELINE, 4)  # nothing to fold: the same
+
+
 # -- the joint SVD ----------------------------------------------------------------------------------------------------
 
 

@@ -349,6 +349,7 @@ def test_a_size_beyond_a_limit_names_the_limit(options, what, remedy):
         ("rank=16,rope_dim=32", "rope_dim=32 does not fit 2 KV heads of 16", "an even number below 32"),
         ("rank=16,rope_dim=12,method=transmla", "rope_dim=12 does not fit 2 KV heads", "give 16 or 8 or 4 or 2"),
         ("rank=16,rope_dim=24,method=transmla", "rope_dim=24 does not fit 2 KV heads", "give 16 or 8 or 4 or 2"),
+        ("rank=16,rope_dim=18,method=transmla-unfolded", "rope_dim=18 does not fit 2 KV heads", "even number up to 16"),
     ],
 )
 def test_one_rotated_key_for_all_heads_has_its_own_limits(options, what, remedy):

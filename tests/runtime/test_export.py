@@ -342,6 +342,7 @@ def test_the_command_exports_what_it_converts_and_what_it_converted(tmp_path, ca
     assert main(["export", str(tmp_path / "b"), str(tmp_path / "c")]) == OK
     out = capsys.readouterr().out
     assert "for plain transformers too: 32 -> 33 cached elements per token and layer" in out
+    assert out.index("export to") < out.index("for plain transformers too")  # told before anything is written
     a, c = (load(tmp_path / n) for n in "ac")
     assert all(torch.equal(p, c.get_parameter(n)) for n, p in a.named_parameters())
     assert type(a).__name__ == "DeepseekV3ForCausalLM"
