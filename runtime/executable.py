@@ -73,7 +73,7 @@ class Executable:
         module = graph.module
         run: Callable[..., Any] = module.forward
         if inductor:
-            run = torch.compile(module, dynamic=True, fullgraph=True)
+            run = torch.compile(module, dynamic=True, fullgraph=True, options=inductor_options())
         if swaps:
             run = Swapping(run)
         if not records:
@@ -88,6 +88,17 @@ class Executable:
             return run(*args, *bind(args), *binder.bind(args))
 
         return with_weights
+
+
+def inductor_options() -> dict[str, Any]:
+    """How Inductor compiles a graph of any length.
+
+    It would fuse reductions over rows and columns where the tensor is large, and so guard on how large: the first long
+    sequence would be compiled anew.
+    """
+    import torch._inductor.config as config
+
+    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
 
 
 def forget_weights(graph: Graph) -> None:

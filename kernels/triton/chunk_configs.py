@@ -50,7 +50,7 @@ class Hopper:
     out_registers: int = 232
     state_parts: int = 1
     state_stages: int = 3
-    state_registers: int = 160
+    state_registers: int = 216
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class HopperBackward:
 
     pieces: int = 132
     segments: int = 0
-    workspace: int = 44 << 20
-    every: int = 4
+    workspace: int = 128 << 20
+    every: int = 8
     stages: int = 2
     registers: int = 240
-    state_parts: int = 4
+    state_parts: int = 1
     state_stages: int = 3
     state_registers: int = 216
 
@@ -148,9 +148,9 @@ def hopper_config(units: int, shared_bytes: int, device: Device) -> Hopper:
     aligned = pieces // units * units
     if shared_bytes > device.cache // 2 and aligned >= 0.75 * pieces:
         pieces = aligned
-    # Pieces that end a unit need no state; the rest are shared out so that the last round of programs is full.
+    # Pieces that end a unit need no state. More programs than processors only cost: each fills its pipeline first.
     working = pieces - units if pieces > units else pieces
-    parts = min(range(1, 5), key=lambda j: (-(-working * j // device.processors) / j, j))
+    parts = max(1, device.processors // working)
     return Hopper(pieces=pieces, state_parts=parts)
 
 

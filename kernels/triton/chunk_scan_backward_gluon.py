@@ -24,6 +24,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from latentscan.kernels.triton import chunk_scan_backward_walks as walks
 from latentscan.kernels.triton import chunk_scan_gluon
@@ -55,8 +57,9 @@ def cross_kernel(
     """What flows from before a chunk to after it: h g, summed, of the state before it and its adjoint after it.
 
     known fp32 [b, H, W]: before every R-th chunk, where both are there. steps [b, H, NC]: from there to within a chunk;
-    what leaves the flow (seen) is taken away, what joins it (pulled) added. The first half of a window counts from its
-    start, the other half back from the next window's; in the last window all count from its start.
+    what leaves the flow (seen) is taken away, what joins it (pulled) added. The rounding errors of that are a random
+    walk, whose end is known too: at r chunks of R, r/R of the way back to it is taken (flows_kernel adds the two ends).
+    The last window has no other end.
     """
     pid = tl.program_id(0).to(tl.int64)
     windows = tl.cdiv(SC, R)
@@ -80,8 +83,8 @@ def cross_kernel(
     step = tl.load(v, mask=inside, other=0.0)
     joined = tl.sum(tl.load(pulled + (b * H + h) * SC * Q + token, mask=inside, other=0.0) * step, 1)
     ahead = tl.cumsum(joined - gone, axis=0) - joined
-    back = tl.cumsum(gone - joined, axis=0, reverse=True) - gone
-    delta = tl.where((r < R // 2) | (w == W - 1), ahead, back)
+    part = tl.where(w == W - 1, 0.0, (r + 0.5) / R)
+    delta = ahead - part * tl.sum(joined - gone)
     tl.store(steps + (b * H + h) * NC + first + c, delta, mask=c < SC)
 
 
@@ -121,9 +124,9 @@ def flows_kernel(
         after += tl.load(pulled + f, mask=heads[:, None], other=0.0)
         before += tl.load(pulled + f - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
         product += tl.sum(tl.load(same + f, mask=heads[:, None], other=0.0), 1)
-        w = c // R
-        w = tl.where((c % R < R // 2) | (w == W - 1), w, w + 1)
-        through += tl.load(known + hs * W + w, mask=heads, other=0.0)
+        part = tl.where(c // R == W - 1, 0.0, (c % R + 0.5) / R)
+        through += tl.load(known + hs * W + c // R, mask=heads, other=0.0) * (1.0 - part)
+        through += tl.load(known + hs * W + tl.minimum(c // R + 1, W - 1), mask=heads, other=0.0) * part
         through += tl.load(steps + hs * NC + c, mask=heads, other=0.0)
     # Where a chunk forgets all but 2^-24, nothing flows across: no rounding error stands for it.
     end = tl.load(vec + ((b * H + h) * NC + c) * (2 * Q) + Q - 1, mask=heads, other=0.0)
@@ -225,6 +228,10 @@ def backward(
         for t, width in ((xw, WIDTH), (dyw, WIDTH), (B, s.N), (C, s.N), (scores, CHUNK))
     )  # fmt: skip
 
+    lines = TensorDescriptor(
+        vec, [s.b * s.H * NC, 2 * CHUNK], [2 * CHUNK, 1], [1, 2 * CHUNK], gl.NVMMASharedLayout(0, 32, 2)
+    )
+
     def sizes(first: int, SC: int) -> tuple[int, ...]:
         T = units * SC
         return s.L, NC, s.G, UG, share, heads, T, min(k.pieces, T // 2), SC, first
@@ -265,14 +272,15 @@ def backward(
     SC = segment_chunks(NC, slab_bytes, x.numel() * x.element_size(), k.segments, k.every)
     for first in range(0, NC, SC):
         here = min(SC, NC - first)
+        found = piece_starts(xw, B, state, first, here, False)
         slab = slab_of(here)
         launch(
             walks.reads_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N),
-            descriptor(hs, WIDTH, s.N), vec, piece_starts(xw, B, state, first, here, False), state, following,
+            descriptor(hs, WIDTH, s.N), lines, found, state, following,
             reads, seen, *sizes(first, here), s.b, **common,
         )  # fmt: skip
         sum_slab(slab, dC, first, here)
-        del slab
+        del slab, found
         state, following = following, state
 
     # The walk back, in segments.
@@ -289,13 +297,14 @@ def backward(
     names = ("inside", "itself", "pulled", "same")
     for first in reversed(range(0, NC, SC)):
         here = min(SC, NC - first)
+        found = piece_starts(dyw, C, adjoint, first, here, True)
         slab = slab_of(here)
         gs = empty(triton.cdiv(here, k.every) * s.b, heads * WIDTH, 1, s.N, dtype=x.dtype)
         flow = dict(zip(names, empty(len(names), s.b, heads, here * CHUNK), strict=True))
         launch(
             walks.pulls_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N),
-            descriptor(gs, WIDTH, s.N), descriptor(dxw, CHUNK, WIDTH), vec,
-            piece_starts(dyw, C, adjoint, first, here, True), adjoint, following, x if D is None else D,
+            descriptor(gs, WIDTH, s.N), descriptor(dxw, CHUNK, WIDTH), lines,
+            found, adjoint, following, x if D is None else D,
             *flow.values(), *sizes(first, here), s.b, **common, HAS_D=D is not None,
         )  # fmt: skip
         sum_slab(slab, dB, first, here)
@@ -309,7 +318,7 @@ def backward(
             *flow.values(), known, deltas, ddt, *sums, s.L, s.H, NC, first, here, W, *steps.limits,
             Q=CHUNK, BH=HEADS_A_PROGRAM, SPLIT=split, R=k.every, **steps.flags, num_warps=4,
         )  # fmt: skip
-        del slab, gs, flow
+        del slab, gs, flow, found
         adjoint, following = following, adjoint
     dA, dbias, dD = sums.view(3, s.b, NC, s.H)[:, :, : s.NC].sum((1, 2))
     return (

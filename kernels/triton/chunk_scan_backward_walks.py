@@ -145,8 +145,8 @@ def ends_kernel(
 
 @gluon.jit
 def walk_producer(
-    x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share,
-    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, REV: gl.constexpr,
+    x, dy, B, C, scores, vec, sX, sD, sB, sC, sG, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, REV: gl.constexpr,
 ):  # fmt: skip
     u = f0 // SC
     c = f0 % SC
@@ -155,7 +155,7 @@ def walk_producer(
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         bar = full.index(s)
-        mbarrier.expect(bar, (2 * Q * N + 4 * Q * P + Q * Q) * 2)
+        mbarrier.expect(bar, (2 * Q * N + 4 * Q * P + Q * Q) * 2 + 16 * Q)
         chunk = chunk_at(c, first, SC, REV)
         row = b * L + chunk * Q
         tma.async_copy_global_to_shared(x, [row, h0 * P], bar, sX.index(s * 2))
@@ -165,6 +165,10 @@ def walk_producer(
         tma.async_copy_global_to_shared(B, [row, g * N], bar, sB.index(s))
         tma.async_copy_global_to_shared(C, [row, g * N], bar, sC.index(s))
         tma.async_copy_global_to_shared(scores, [((b * G + g) * NC + chunk) * Q, 0], bar, sG.index(s))
+        for w in gl.static_range(2):
+            h = min(h0 + w, H - 1)
+            line = (b * (H // SPLIT) + h // SPLIT) * NC + chunk
+            tma.async_copy_global_to_shared(vec, [line, 0], bar, sV.index(s * 2 + w))
         c += 1
         if c == SC:
             c = 0
@@ -193,7 +197,7 @@ def add_and_write(
 
 @gluon.jit
 def reads_consumer(
-    w: gl.constexpr, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin,
+    w: gl.constexpr, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, starts, begin,
     final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
@@ -202,13 +206,12 @@ def reads_consumer(
     mp: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
     mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     qi = gl.arange(0, Q, layout=gl.SliceLayout(1, mm))
     qj = gl.arange(0, Q, layout=gl.SliceLayout(0, mm))
-    vi = gl.arange(0, 2 * Q, layout=flat)
     pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
     nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
     pn = pr[:, None] * N + nn[None, :]
+    sVs = sV._reinterpret(gl.float32, [ST * 2, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sSw = sS.index(w)
     n = 0
     for u in range(f0 // SC, (f1 - 1) // SC + 1):
@@ -223,23 +226,19 @@ def reads_consumer(
             S = gl.load(starts + (pid * 2 + w).to(gl.int64) * (P * N) + pn)
         else:
             S = gl.load(begin + (b * H + h).to(gl.int64) * (P * N) + pn)
-        pv = vec + ((b * (H // SPLIT) + h // SPLIT).to(gl.int64) * NC + first) * (2 * Q) + vi
         flow = (b * H + h).to(gl.int64) * (NC * Q) + first * Q
-        sV.index(w * 2 + (n & 1)).store(gl.load(pv + cs * (2 * Q)))
-        following = gl.load(pv + min(cs + 1, ce - 1) * (2 * Q))
         for c in range(cs, ce):
             k = n % ST
-            sVk = sV.index(w * 2 + (n & 1))
+            sVk = sVs.index(k * 2 + w)
             sXk = sX.index(k * 2 + w)
             sDk = sD.index(k * 2 + w)
-            whole = gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))
             sSw.store(S.to(dtype))
-            S = S * whole[:, None]
             fence_async_shared()
             if (first + c) % R == 0:
                 if valid:
                     tma.async_copy_shared_to_global(hs, [(((first + c) // R) * batch + b) * H * P + h * P, 0], sSw)
             mbarrier.wait(full.index(k), (n // ST) & 1)
+            S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
             inner = warpgroup_mma(
                 sDk, sXk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
             )
@@ -267,16 +266,13 @@ def reads_consumer(
             out = out * sVk.slice(Q, Q).load(gl.SliceLayout(0, left))
             xs = (sXk.permute((1, 0)).load(left).to(gl.float32) * out[None, :]).to(dtype)
             S = warpgroup_mma(xs, sB.index(k), S, is_async=True)
-            sV.index(w * 2 + ((n + 1) & 1)).store(following)
-            following = gl.load(pv + min(c + 2, ce - 1) * (2 * Q))
             # Whoever wrote in the last round gives the buffer back once it is read.
             tma.store_wait(0)
-            barrier()
-            if (n > 0) & ((n + w) & 1 == 1):
-                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             acc, S = warpgroup_mma_wait(0, deps=[acc, S])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
+            if (n > 0) & ((n + w) & 1 == 1):
+                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             row = ((u % UG) * batch + b) * (SC * Q) + c * Q
             add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
             n += 1
@@ -308,7 +304,7 @@ def reads_kernel(
     sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
     sS = gl.allocate_shared_memory(x.dtype, [2, P, N], hs.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
-    sV = gl.allocate_shared_memory(gl.float32, [4, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -322,9 +318,9 @@ def reads_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (walk_producer, (x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, Q, P, N, ST, False)),  # noqa: E501
+            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, scores, vec, sX, sD, sB, sC, sG, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, False)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],
@@ -333,7 +329,7 @@ def reads_kernel(
 
 @gluon.jit
 def pulls_consumer(
-    w: gl.constexpr, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin,
+    w: gl.constexpr, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, starts, begin,
     final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
     HAS_D: gl.constexpr,
@@ -344,13 +340,12 @@ def pulls_consumer(
     mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
     left_p: gl.constexpr = gl.DotOperandLayout(0, mp, 2)
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     qj = gl.arange(0, Q, layout=gl.SliceLayout(1, mm))  # rows: the tokens read from
     qi = gl.arange(0, Q, layout=gl.SliceLayout(0, mm))
-    vi = gl.arange(0, 2 * Q, layout=flat)
     pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
     nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
     pn = pr[:, None] * N + nn[None, :]
+    sVs = sV._reinterpret(gl.float32, [ST * 2, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sSw = sS.index(w)
     sYw = sY.index(w)
     n = 0
@@ -368,24 +363,20 @@ def pulls_consumer(
             S = gl.load(begin + (b * H + h).to(gl.int64) * (P * N) + pn)
         if HAS_D:
             d = gl.load(D + h // SPLIT).to(gl.float32)
-        pv = vec + ((b * (H // SPLIT) + h // SPLIT).to(gl.int64) * NC + first + SC - 1) * (2 * Q) + vi
         flow = (b * H + h).to(gl.int64) * (SC * Q)
-        sV.index(w * 2 + (n & 1)).store(gl.load(pv - cs * (2 * Q)))
-        following = gl.load(pv - min(cs + 1, ce - 1) * (2 * Q))
         for c in range(cs, ce):
             at = SC - 1 - c  # the chunk, counted from the segment's first
             k = n % ST
-            sVk = sV.index(w * 2 + (n & 1))
+            sVk = sVs.index(k * 2 + w)
             sXk = sX.index(k * 2 + w)
             sDk = sD.index(k * 2 + w)
-            whole = gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))
             sSw.store(S.to(dtype))
-            S = S * whole[:, None]
             fence_async_shared()
             if ((first + at + 1) % R == 0) & (c > 0):
                 if valid:
                     tma.async_copy_shared_to_global(gs, [(((at + 1) // R) * batch + b) * H * P + h * P, 0], sSw)
             mbarrier.wait(full.index(k), (n // ST) & 1)
+            S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
             inner = warpgroup_mma(
                 sXk, sDk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
             )
@@ -434,8 +425,6 @@ def pulls_consumer(
             into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(0, left)))
             dyw = (sDk.permute((1, 0)).load(left).to(gl.float32) * into[None, :]).to(dtype)
             S = warpgroup_mma(dyw, sC.index(k), S, is_async=True)
-            sV.index(w * 2 + ((n + 1) & 1)).store(following)
-            following = gl.load(pv - min(c + 2, ce - 1) * (2 * Q))
             acc, S = warpgroup_mma_wait(0, deps=[acc, S])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
@@ -471,7 +460,7 @@ def pulls_kernel(
     sS = gl.allocate_shared_memory(x.dtype, [2, P, N], gs.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
     sY = gl.allocate_shared_memory(x.dtype, [2, Q, P], dx.layout)
-    sV = gl.allocate_shared_memory(gl.float32, [4, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -485,9 +474,9 @@ def pulls_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (pulls_consumer, (0, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (pulls_consumer, (1, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (walk_producer, (x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, Q, P, N, ST, True)),  # noqa: E501
+            (pulls_consumer, (0, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (pulls_consumer, (1, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, scores, vec, sX, sD, sB, sC, sG, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],
