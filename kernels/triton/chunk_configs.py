@@ -167,7 +167,7 @@ def backward_config(P: int, N: int, dtype: torch.dtype, group_heads: int, device
     if width > 256:
         k = replace(k, chunk=32, block_p=min(P, 32), state_n=min(N, 64), state_stages=2, group_stages=2, stages=1)
     if width > 512:
-        k = replace(k, chunk=16, block_p=16)
+        k = replace(k, chunk=16, block_p=min(P, 32))
     if device.capability < (9, 0):
         # Products take their operands from registers there: less of everything at once, or ptxas gives up.
         k = replace(k, block_p=min(k.block_p, 32), warps=8, stages=1, walk_stages=2, state_stages=2)

@@ -31,7 +31,6 @@ from latentscan.kernels.triton import chunk_scan_backward_walks as walks
 from latentscan.kernels.triton import chunk_scan_gluon
 from latentscan.kernels.triton.chunk_common import HEADS_A_PROGRAM, Sizes, Steps, launch, prepare, time_step
 from latentscan.kernels.triton.chunk_configs import Hopper, HopperBackward
-from latentscan.kernels.triton.chunk_scan_forward import segment_scores
 from latentscan.kernels.triton.chunk_scan_gluon import CHUNK, WIDTH, carry_pieces_kernel, copyable, descriptor
 
 
@@ -215,7 +214,6 @@ def backward(
     NC = -(-s.L // (2 * CHUNK)) * 2
     W = triton.cdiv(NC, k.every)
     vec = prepare(steps, s, chunks=NC)
-    scores = segment_scores(B, C, s, x.dtype, chunks=NC).view(s.b, s.G * NC * CHUNK, 1, CHUNK)
 
     def empty(*shape: int, dtype: torch.dtype = f32) -> Tensor:
         return torch.empty(*shape, device=device, dtype=dtype)
@@ -223,10 +221,7 @@ def backward(
     xw, dyw = (t.view(s.b, s.L, heads, WIDTH) if split > 1 else t for t in (x, dy))
     cut: dict[str, Any] = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
     common = {**cut, "ST": k.stages, "RC": k.registers, "RP": 24, "R": k.every, "num_warps": 4}
-    tiles = tuple(
-        descriptor(t, CHUNK, width)
-        for t, width in ((xw, WIDTH), (dyw, WIDTH), (B, s.N), (C, s.N), (scores, CHUNK))
-    )  # fmt: skip
+    tiles = tuple(descriptor(t, CHUNK, width) for t, width in ((xw, WIDTH), (dyw, WIDTH), (B, s.N), (C, s.N)))
 
     lines = TensorDescriptor(
         vec, [s.b * s.H * NC, 2 * CHUNK], [2 * CHUNK, 1], [1, 2 * CHUNK], gl.NVMMASharedLayout(0, 32, 2)

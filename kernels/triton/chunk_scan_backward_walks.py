@@ -1,7 +1,7 @@
 """The walks of the chunk scan's backward for Hopper, in Gluon: a producer warp, and two warpgroups with a head each.
 
 Both walk the chunks of a piece with the fp32 state of their head in registers, read each tile once, and share tiles of
-B, C and scores between their two heads. See :mod:`latentscan.kernels.triton.chunk_scan_backward_gluon`.
+B and C between their two heads. See :mod:`latentscan.kernels.triton.chunk_scan_backward_gluon`.
 
     ends      what a piece adds to the state (x, B), or to its adjoint (dy, C; REV: from the last chunk to the first)
     reads     forward, with the state h: dC of two heads, and what each token reads
@@ -145,7 +145,7 @@ def ends_kernel(
 
 @gluon.jit
 def walk_producer(
-    x, dy, B, C, scores, vec, sX, sD, sB, sC, sG, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H,
+    x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, REV: gl.constexpr,
 ):  # fmt: skip
     u = f0 // SC
@@ -155,7 +155,7 @@ def walk_producer(
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         bar = full.index(s)
-        mbarrier.expect(bar, (2 * Q * N + 4 * Q * P + Q * Q) * 2 + 16 * Q)
+        mbarrier.expect(bar, (2 * Q * N + 4 * Q * P) * 2 + 16 * Q)
         chunk = chunk_at(c, first, SC, REV)
         row = b * L + chunk * Q
         tma.async_copy_global_to_shared(x, [row, h0 * P], bar, sX.index(s * 2))
@@ -164,7 +164,6 @@ def walk_producer(
         tma.async_copy_global_to_shared(dy, [row, (h0 + 1) * P], bar, sD.index(s * 2 + 1))
         tma.async_copy_global_to_shared(B, [row, g * N], bar, sB.index(s))
         tma.async_copy_global_to_shared(C, [row, g * N], bar, sC.index(s))
-        tma.async_copy_global_to_shared(scores, [((b * G + g) * NC + chunk) * Q, 0], bar, sG.index(s))
         for w in gl.static_range(2):
             h = min(h0 + w, H - 1)
             line = (b * (H // SPLIT) + h // SPLIT) * NC + chunk
@@ -197,7 +196,7 @@ def add_and_write(
 
 @gluon.jit
 def reads_consumer(
-    w: gl.constexpr, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, starts, begin,
+    w: gl.constexpr, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin,
     final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
@@ -242,6 +241,10 @@ def reads_consumer(
             inner = warpgroup_mma(
                 sDk, sXk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
             )
+            score = warpgroup_mma(
+                sC.index(k), sB.index(k).permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False,
+                is_async=True,
+            )  # fmt: skip
             got = warpgroup_mma(
                 sC.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
             )
@@ -249,11 +252,11 @@ def reads_consumer(
             cj = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
             step = sVk.slice(Q, Q).load(gl.SliceLayout(0, mm))
             e = gl.exp2(gl.where(qi[:, None] >= qj[None, :], ci[:, None] - cj[None, :], float("-inf"))) * step[None, :]
-            inner, got = warpgroup_mma_wait(0, deps=[inner, got])
+            inner, score, got = warpgroup_mma_wait(0, deps=[inner, score, got])
             got = gl.convert_layout(gl.sum(got * sDk.load(mp).to(gl.float32), 1), gl.SliceLayout(1, mm)) * gl.exp2(ci)
             e = e * inner
             # Without the diagonal, which no decay is in: its rounding errors could be all of ddt.
-            r = gl.where(qi[:, None] > qj[None, :], e * sG.index(k).load(mm).to(gl.float32), 0.0)
+            r = gl.where(qi[:, None] > qj[None, :], e * score, 0.0)
             gl.store(reads + flow + c * Q + qi, gl.sum(r, 1) + got, mask=keep)
             gl.store(seen + flow + c * Q + qi, got, mask=keep)
             pair = gl.convert_layout((e * one).to(dtype), left)
@@ -283,7 +286,7 @@ def reads_consumer(
 
 @gluon.jit
 def reads_kernel(
-    x, dy, B, C, scores, slab, hs, vec, starts, begin, final, reads, seen,
+    x, dy, B, C, slab, hs, vec, starts, begin, final, reads, seen,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
     SPLIT: gl.constexpr, R: gl.constexpr,
@@ -301,7 +304,6 @@ def reads_kernel(
     sD = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], dy.layout)
     sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
     sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
-    sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
     sS = gl.allocate_shared_memory(x.dtype, [2, P, N], hs.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
     sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
@@ -318,9 +320,9 @@ def reads_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (walk_producer, (x, dy, B, C, scores, vec, sX, sD, sB, sC, sG, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, False)),  # noqa: E501
+            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, False)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],
@@ -329,7 +331,7 @@ def reads_kernel(
 
 @gluon.jit
 def pulls_consumer(
-    w: gl.constexpr, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, starts, begin,
+    w: gl.constexpr, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin,
     final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
     HAS_D: gl.constexpr,
@@ -380,18 +382,18 @@ def pulls_consumer(
             inner = warpgroup_mma(
                 sXk, sDk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
             )
-            du = warpgroup_mma(
-                sB.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
-            )
+            score = warpgroup_mma(
+                sB.index(k), sC.index(k).permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False,
+                is_async=True,
+            )  # fmt: skip
             cj = sVk.slice(0, Q).load(gl.SliceLayout(1, mm))
             ci = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
             step = sVk.slice(Q, Q).load(gl.SliceLayout(1, mm))
             e = gl.exp2(gl.where(qj[:, None] <= qi[None, :], ci[None, :] - cj[:, None], float("-inf")))
-            inner, du = warpgroup_mma_wait(0, deps=[inner, du])
+            inner, score = warpgroup_mma_wait(0, deps=[inner, score])
             own = qj[:, None] == qi[None, :]
             inner = inner * e
             gl.store(same + flow + at * Q + qj, gl.sum(gl.where(own, inner, 0.0), 1), mask=keep)
-            score = sG.index(k).permute((1, 0)).load(mm).to(gl.float32)
             both = inner * score
             gl.store(itself + flow + at * Q + qj, gl.sum(gl.where(own, both, 0.0), 1), mask=keep)
             gl.store(inside + flow + at * Q + qj, gl.sum(gl.where(own, 0.0, both), 1), mask=keep)
@@ -400,8 +402,12 @@ def pulls_consumer(
             if HAS_D:
                 e = gl.where(own, e + d, e)
             mixed = gl.convert_layout(e.to(dtype), left_p)
+            du = warpgroup_mma(
+                sB.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
+            )
             end_p = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mp))
             out_p = gl.exp2(end_p - sVk.slice(0, Q).load(gl.SliceLayout(1, mp)))
+            du = warpgroup_mma_wait(0, deps=[du])
             pull = gl.sum(du * sXk.load(mp).to(gl.float32), 1) * out_p
             gl.store(pulled + flow + at * Q + qj, gl.convert_layout(pull, gl.SliceLayout(1, mm)), mask=keep)
             du = du * (out_p * sVk.slice(Q, Q).load(gl.SliceLayout(1, mp)))[:, None]
@@ -438,7 +444,7 @@ def pulls_consumer(
 
 @gluon.jit
 def pulls_kernel(
-    x, dy, B, C, scores, slab, gs, dx, vec, starts, begin, final, D, inside, itself, pulled, same,
+    x, dy, B, C, slab, gs, dx, vec, starts, begin, final, D, inside, itself, pulled, same,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
     SPLIT: gl.constexpr, R: gl.constexpr, HAS_D: gl.constexpr,
@@ -456,7 +462,6 @@ def pulls_kernel(
     sD = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], dy.layout)
     sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
     sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
-    sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
     sS = gl.allocate_shared_memory(x.dtype, [2, P, N], gs.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
     sY = gl.allocate_shared_memory(x.dtype, [2, Q, P], dx.layout)
@@ -474,9 +479,9 @@ def pulls_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (pulls_consumer, (0, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (pulls_consumer, (1, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (walk_producer, (x, dy, B, C, scores, vec, sX, sD, sB, sC, sG, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
+            (pulls_consumer, (0, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (pulls_consumer, (1, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],

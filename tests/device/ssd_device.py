@@ -71,7 +71,6 @@ FORWARDS: dict[str, Forward | Hopper | None] = {"shipped": None, "plain": Forwar
 BACKWARDS: dict[str, Backward | HopperBackward | None] = {
     "shipped": None,
     "one segment": HopperBackward(segments=1),
-    "plain backward": Backward(),
 }
 SHAPES = {"2.7B": (80, 64, 1, 128), "Nemotron-H": (128, 64, 8, 128)}
 
