@@ -92,8 +92,8 @@ class HopperBackward:
 
     pieces: int = 132
     segments: int = 0
-    workspace: int = 128 << 20
-    every: int = 8
+    workspace: int = 76 << 20
+    every: int = 4
     stages: int = 2
     registers: int = 240
     state_parts: int = 1

@@ -18,6 +18,7 @@ is counted on by what joins and leaves it. With z, y is computed again first.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from latentscan.kernels.triton import chunk_scan_gluon
 from latentscan.kernels.triton.chunk_common import HEADS_A_PROGRAM, Sizes, Steps, launch, prepare, time_step
 from latentscan.kernels.triton.chunk_configs import Hopper, HopperBackward
 from latentscan.kernels.triton.chunk_scan_gluon import CHUNK, WIDTH, carry_pieces_kernel, copyable, descriptor
+
+ROUNDING = tl.constexpr(2.0**-18)  # of a product of states in 16 bits, relative and squared
 
 
 @triton.jit
@@ -55,10 +58,10 @@ def cross_kernel(
 ):  # fmt: skip
     """What flows from before a chunk to after it: h g, summed, of the state before it and its adjoint after it.
 
-    known fp32 [b, H, W]: before every R-th chunk, where both are there. steps [b, H, NC]: from there to within a chunk;
-    what leaves the flow (seen) is taken away, what joins it (pulled) added. The rounding errors of that are a random
-    walk, whose end is known too: at r chunks of R, r/R of the way back to it is taken (flows_kernel adds the two ends).
-    The last window has no other end.
+    known fp32 [b, H, W + 1]: before every R-th chunk, where both are there, and at the end. steps [b, H, NC]: from
+    there to within a chunk; what leaves the flow (seen) is taken away, what joins it (pulled) added. The rounding
+    errors of that are a random walk, whose end is known too: at r chunks of R, r/R of the way back to it is taken
+    (flows_kernel adds the two ends).
     """
     pid = tl.program_id(0).to(tl.int64)
     windows = tl.cdiv(SC, R)
@@ -71,7 +74,7 @@ def cross_kernel(
         adjoint = tl.load(final + (b * H + h) * PN + o)
     else:
         adjoint = tl.load(gs + ((i * batch + b) * H + h) * PN + o).to(tl.float32)
-    tl.store(known + (b * H + h) * W + w, tl.sum(state * adjoint))
+    tl.store(known + (b * H + h) * (W + 1) + w, tl.sum(state * adjoint))
     r = tl.arange(0, R)
     q = tl.arange(0, Q)
     c = i * R + r
@@ -82,7 +85,7 @@ def cross_kernel(
     step = tl.load(v, mask=inside, other=0.0)
     joined = tl.sum(tl.load(pulled + (b * H + h) * SC * Q + token, mask=inside, other=0.0) * step, 1)
     ahead = tl.cumsum(joined - gone, axis=0) - joined
-    part = tl.where(w == W - 1, 0.0, (r + 0.5) / R)
+    part = (r + 0.5) / tl.minimum(R, NC - w * R)
     delta = ahead - part * tl.sum(joined - gone)
     tl.store(steps + (b * H + h) * NC + first + c, delta, mask=c < SC)
 
@@ -123,13 +126,15 @@ def flows_kernel(
         after += tl.load(pulled + f, mask=heads[:, None], other=0.0)
         before += tl.load(pulled + f - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
         product += tl.sum(tl.load(same + f, mask=heads[:, None], other=0.0), 1)
-        part = tl.where(c // R == W - 1, 0.0, (c % R + 0.5) / R)
-        through += tl.load(known + hs * W + c // R, mask=heads, other=0.0) * (1.0 - part)
-        through += tl.load(known + hs * W + tl.minimum(c // R + 1, W - 1), mask=heads, other=0.0) * part
+        w = c // R
+        part = (c % R + 0.5) / tl.minimum(R, NC - w * R)
+        through += tl.load(known + hs * (W + 1) + w, mask=heads, other=0.0) * (1.0 - part)
+        through += tl.load(known + hs * (W + 1) + w + 1, mask=heads, other=0.0) * part
         through += tl.load(steps + hs * NC + c, mask=heads, other=0.0)
-    # Where a chunk forgets all but 2^-24, nothing flows across: no rounding error stands for it.
+    # That flow is of the size of the chunk's decay, its rounding error of 2^-9: it counts by its share in both.
     end = tl.load(vec + ((b * H + h) * NC + c) * (2 * Q) + Q - 1, mask=heads, other=0.0)
-    through = tl.where(end < -24.0, 0.0, through)
+    size = tl.exp2(2.0 * end)
+    through *= size / (size + ROUNDING)
     v = vec + ((b * H + h)[:, None] * NC + c) * (2 * Q) + Q + q[None, :]
     before *= tl.load(v - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
     later, own, after = tl.trans(later), tl.trans(own), tl.trans(after)
@@ -257,16 +262,25 @@ def backward(
             SC * CHUNK, s.G * s.N, UG, BLOCK=1024, num_warps=4,
         )  # fmt: skip
 
-    # The walk forward, whole: dx is not there yet, so that its slab may be as large.
     slab_bytes = units * CHUNK * s.N * x.element_size()
-    hs = empty(W * s.b, heads * WIDTH, 1, s.N, dtype=x.dtype)
+    cost = slab_bytes + s.b * s.H * s.P * (s.N * x.element_size() // k.every) + 4 * s.b * heads * CHUNK * 4
+    SC = segment_chunks(NC, cost, k.workspace, k.segments, k.every)
+    # The states that are kept lie where dx comes later, half as dense or less: a segment of dx is written when all that
+    # lay there has been read. The first segment's are moved away in time.
+    shared = s.b == 1 and SC < NC and k.every * CHUNK >= 2 * s.N
+    kept = W * s.b, heads * WIDTH, 1, s.N
+    dx = torch.empty(x.shape, device=device, dtype=x.dtype) if shared else None
+    hs = dx.view(-1)[: math.prod(kept)].view(kept) if dx is not None else empty(*kept, dtype=x.dtype)
+
+    # The walk forward; its slab may be as large as dx where dx is not there yet.
     reads, seen = empty(s.b, heads, NC * CHUNK), empty(s.b, heads, NC * CHUNK)
     dC = torch.empty(C.shape, device=device, dtype=C.dtype)
     state, following = empty(s.b, heads, WIDTH, s.N), empty(s.b, heads, WIDTH, s.N)
     state.zero_() if init_state is None else state.copy_(init_state.reshape(state.shape))
-    SC = segment_chunks(NC, slab_bytes, x.numel() * x.element_size(), k.segments, k.every)
-    for first in range(0, NC, SC):
-        here = min(SC, NC - first)
+    room = k.workspace if shared else x.numel() * x.element_size()
+    forth = segment_chunks(NC, slab_bytes, room, k.segments, k.every)
+    for first in range(0, NC, forth):
+        here = min(forth, NC - first)
         found = piece_starts(xw, B, state, first, here, False)
         slab = slab_of(here)
         launch(
@@ -279,19 +293,21 @@ def backward(
         state, following = following, state
 
     # The walk back, in segments.
-    dx = torch.empty(x.shape, device=device, dtype=x.dtype)
+    if dx is None:
+        dx = torch.empty(x.shape, device=device, dtype=x.dtype)
     dxw = dx.view(s.b, s.L, heads, WIDTH) if split > 1 else dx
     dB = torch.empty(B.shape, device=device, dtype=B.dtype)
     ddt = torch.empty(steps.dt.shape, device=device, dtype=steps.dt.dtype)
     sums = empty(3, s.b * NC, s.H)
-    known, deltas = empty(s.b, heads, W), empty(s.b, heads, NC)
-    adjoint = state
+    known, deltas = empty(s.b, heads, W + 1), empty(s.b, heads, NC)
+    adjoint, following = following, state
     adjoint.zero_() if dfinal is None else adjoint.copy_(dfinal.reshape(adjoint.shape))
-    cost = slab_bytes + s.b * s.H * s.P * (s.N * x.element_size() // k.every) + 4 * s.b * heads * CHUNK * 4
-    SC = segment_chunks(NC, cost, k.workspace, k.segments, k.every)
+    torch.sum(state * adjoint, (2, 3), out=known[:, :, W])
     names = ("inside", "itself", "pulled", "same")
     for first in reversed(range(0, NC, SC)):
         here = min(SC, NC - first)
+        if shared and first == 0:
+            hs = hs[: triton.cdiv(here, k.every)].clone()
         found = piece_starts(dyw, C, adjoint, first, here, True)
         slab = slab_of(here)
         gs = empty(triton.cdiv(here, k.every) * s.b, heads * WIDTH, 1, s.N, dtype=x.dtype)
