@@ -34,6 +34,7 @@ from latentscan.kernels.triton.chunk_common import HEADS_A_PROGRAM, Sizes, Steps
 from latentscan.kernels.triton.chunk_configs import Hopper, HopperBackward
 from latentscan.kernels.triton.chunk_scan_gluon import CHUNK, WIDTH, carry_pieces_kernel, copyable, descriptor
 
+LITTLE = 160 << 20  # bytes
 ROUNDING = tl.constexpr(2.0**-18)  # of a product of states in 16 bits, relative and squared
 
 
@@ -264,7 +265,9 @@ def backward(
 
     slab_bytes = units * CHUNK * s.N * x.element_size()
     cost = slab_bytes + s.b * s.H * s.P * (s.N * x.element_size() // k.every) + 4 * s.b * heads * CHUNK * 4
-    SC = segment_chunks(NC, cost, k.workspace, k.segments, k.every)
+    size = x.numel() * x.element_size()
+    workspace = k.workspace or (LITTLE if NC * cost <= LITTLE else size // 4)
+    SC = segment_chunks(NC, cost, workspace, k.segments, k.every)
     # The states that are kept lie where dx comes later, half as dense or less: a segment of dx is written when all that
     # lay there has been read. The first segment's are moved away in time.
     shared = s.b == 1 and SC < NC and k.every * CHUNK >= 2 * s.N
@@ -277,8 +280,7 @@ def backward(
     dC = torch.empty(C.shape, device=device, dtype=C.dtype)
     state, following = empty(s.b, heads, WIDTH, s.N), empty(s.b, heads, WIDTH, s.N)
     state.zero_() if init_state is None else state.copy_(init_state.reshape(state.shape))
-    room = k.workspace if shared else x.numel() * x.element_size()
-    forth = segment_chunks(NC, slab_bytes, room, k.segments, k.every)
+    forth = segment_chunks(NC, slab_bytes, workspace if shared else size, k.segments, k.every)
     for first in range(0, NC, forth):
         here = min(forth, NC - first)
         found = piece_starts(xw, B, state, first, here, False)
