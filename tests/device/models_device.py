@@ -286,7 +286,7 @@ def main() -> None:
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        "TORCHINDUCTOR_COMPILE_THREADS": "3",
         "OMP_NUM_THREADS": "2",
         "TORCH_LOGS": "recompiles",
     }
