@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from latentscan.ir.ops.waiting import wait
+from latentscan.lowering.inductor import inductor_options
 from latentscan.lowering.schedule import Scheduled, is_start, overlap, place_of, starts_of, waits_of
 
 Tell = Callable[[Scheduled], None]
@@ -87,6 +88,7 @@ def _inductor_options(growth: float, tell: Tell, agree: Agree | None) -> dict[st
             return get_hash_for_files((__file__, schedule.__file__), extra=str(growth))
 
     return {
+        **inductor_options(),
         "post_grad_custom_post_pass": Scheduling(),
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],

@@ -11,6 +11,7 @@ import torch
 from latentscan.ir.graph import Graph
 from latentscan.lowering.cache import ArenaBinder, lower_cache_appends
 from latentscan.lowering.checkpoint import outline_checkpoints
+from latentscan.lowering.inductor import inductor_options
 from latentscan.lowering.overlap import Agree, Tell, compile_overlapped
 from latentscan.lowering.places import name_groups
 from latentscan.lowering.select import lower, resolve_target
@@ -87,7 +88,7 @@ class Executable:
                 module, growth=graph.overlap, inductor=inductor, tell=self._tell, agree=self._agree
             )  # fmt: skip
         elif inductor:
-            run = torch.compile(module, dynamic=True, fullgraph=True)
+            run = torch.compile(module, dynamic=True, fullgraph=True, options=inductor_options())
         if swaps:
             run = Swapping(run)
         if not records:

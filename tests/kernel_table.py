@@ -14,7 +14,15 @@ import triton
 from latentscan.kernels.triton import chunk_scan as ours
 from latentscan.kernels.triton.aot import Compiled, compile_launches
 from latentscan.kernels.triton.chunk_common import pad
-from latentscan.kernels.triton.chunk_configs import A100, H200, Device, backward_config, forward_config, hopper_config
+from latentscan.kernels.triton.chunk_configs import (
+    A100,
+    H200,
+    Device,
+    HopperBackward,
+    backward_config,
+    forward_config,
+    hopper_config,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
 DEVICES = {"sm_90": H200, "sm_80": A100}
@@ -72,6 +80,7 @@ def compiled(name: str, architecture: str) -> list[Compiled]:
                 units = G * -(-(H // G * (P // 64)) // 2)
                 hopper = hopper_config(units, L * G * (2 * N + 64) * 2, device)
                 ours.chunk_scan(**ins, **options, config=hopper)
+                ours.chunk_scan_backward(ins["x"], state, **ins, **options, config=HopperBackward())
 
     return compile_launches(run, int(architecture.removeprefix("sm_")))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -48,6 +49,10 @@ def ssd_verb(
     ] = "mamba2-2.7b",
     seq: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 32768,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    tune: Annotated[
+        Path | None, typer.Option(help="Try tiles near the shipped ones, write the best to this table, and use them.")
+    ] = None,
+    table: Annotated[Path | None, typer.Option(help="Use the tiles of a table that --tune wrote.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Time, floors, peak memory and error of the chunk scan on this machine, beside peers that are installed."""
@@ -55,7 +60,7 @@ def ssd_verb(
     from latentscan.tools.cli import print_json, progress, stdout
 
     with progress("measuring") as step:
-        data = bench_ssd.bench_ssd(shape, seq=seq, batch=batch, step=step)
+        data = bench_ssd.bench_ssd(shape, seq=seq, batch=batch, tune=tune, table=table, step=step)
     if as_json:
         print_json(data)
     else:

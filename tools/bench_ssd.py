@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from latentscan.ir.errors import KernelError
+from latentscan.tools import tune_ssd
 
 SCHEMA = 1
 SHAPES: dict[str, tuple[int, int, int, int]] = {
@@ -25,18 +27,24 @@ SHAPES: dict[str, tuple[int, int, int, int]] = {
 
 
 def bench_ssd(
-    shape: str = "mamba2-2.7b", *, seq: int = 32768, batch: int = 1, step: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
+    shape: str = "mamba2-2.7b", *, seq: int = 32768, batch: int = 1, tune: Path | None = None,
+    table: Path | None = None, step: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:  # fmt: skip
     """Measure forward, and forward with backward.
 
     Args:
         shape: a name of ``SHAPES`` or four numbers H,P,G,N.
+        tune: a table of tiles; those near the shipped ones are tried first, and the best are written there and used.
+        table: a table of tiles to use.
         step: told what is being done.
 
     Raises:
-        KernelError: no GPU, or a shape that is none.
+        KernelError: no GPU, a shape that is none, or a file that is no table.
     """
     sizes = parse_shape(shape)
+    if tune is not None and table is not None:
+        raise KernelError("a table is both made and given", where="bench ssd", remedy="give --tune or --table")
+    tiles = tune_ssd.table_at(table) if table is not None else None
     if not torch.cuda.is_available():
         raise KernelError("there is no CUDA device on this machine", where="bench ssd", remedy="run it on one that has")
     from latentscan.kernels.triton import chunk_scan as ours
@@ -45,12 +53,17 @@ def bench_ssd(
     dy = torch.randn_like(ins["x"])
     options: dict[str, Any] = {"chunk_size": 128, "dt_softplus": True}
 
+    tuned = tune_ssd.tune(tune, ins, graph_ms, step) if tune is not None else []
+    if tune is not None:
+        tiles = tune_ssd.table_at(tune)
+    chosen = [None, None] if tiles is None else [way(ins["x"], ins["B"]) for way in (tiles.forward, tiles.backward)]
+
     def forward() -> Any:
-        return ours.chunk_scan(**ins, **options)
+        return ours.chunk_scan(**ins, **options, config=chosen[0])
 
     def both() -> Any:
         forward()
-        return ours.chunk_scan_backward(dy, None, **ins, **options)
+        return ours.chunk_scan_backward(dy, None, **ins, **options, config=chosen[1])
 
     step("what this device can do")
     bandwidth, arithmetic = device_limits()
@@ -77,7 +90,7 @@ def bench_ssd(
         "schema": SCHEMA, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": shape,
         "batch": batch, "seq": seq, "heads": sizes[0], "head_dim": sizes[1], "groups": sizes[2], "d_state": sizes[3],
         "bandwidth_tb_s": bandwidth / 1e12, "bf16_tflop_s": arithmetic / 1e12, "rows": rows,
-        "error": fp64_error(sizes, options),
+        "error": fp64_error(sizes, options), "tuned": tuned, "tiles": [repr(c) if c else "shipped" for c in chosen],
     }  # fmt: skip
 
 
@@ -270,5 +283,11 @@ def show(data: dict[str, Any], console: Any) -> None:
             cells += [f"{row['of_bandwidth']:.0%}", f"{row['of_flops']:.0%}"]
         table.add_row(row["what"], row["pass"], *cells)
     console.print(table, highlight=False)
+    for row in data.get("tuned", ()):
+        console.print(
+            f"{row['way']}: {row['ms']:.3f} ms with {row['config']}, {row['shipped_ms']:.3f} as shipped "
+            f"({row['tried']} tried, {row['failed']} do not run here)",
+            highlight=False,
+        )
     words = ", ".join(f"{name} {value:.1e}" for name, value in data["error"].items())
     console.print(f"relative RMSE against fp64: {words}", highlight=False)

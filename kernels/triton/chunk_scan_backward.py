@@ -111,6 +111,33 @@ def walk_kernel(
 
 
 @triton.jit
+def between(
+    xp, yp, zp, hs, gs, f, dD, place, p, q, n, mask, inner, same, x_sl, dy_sl, z_sl, P, N,
+    Q: tl.constexpr, EVEN_P: tl.constexpr, HAS_D: tl.constexpr, D_CHANNELS: tl.constexpr, HAS_Z: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """A slice of channels: its part of what tokens have in common (inner, same), and what was loaded for it."""
+    dtype = hs.dtype.element_ty
+    pn = p[:, None] * N + n[None, :]
+    gt = tl.load(gs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+    ht = tl.load(hs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+    tl.store(f + 6 * Q + p, tl.sum(ht.to(tl.float32) * gt.to(tl.float32), 1), mask=p < P)
+    xt = load_tile(xp, q, x_sl, mask, p, p < P, EVEN_P)
+    raw = load_tile(yp, q, dy_sl, mask, p, p < P, EVEN_P)
+    dt = raw.to(dtype)
+    slope = 0.0
+    if HAS_Z:
+        dt, slope = gated(raw, load_tile(zp, q, z_sl, mask, p, p < P, EVEN_P), dtype)
+    if HAS_D:
+        products = dt.to(tl.float32) * xt.to(tl.float32)
+        if D_CHANNELS:
+            tl.store(dD + p, tl.sum(products, 0), mask=p < P)
+        else:
+            same += tl.sum(products, 1)
+    return tl.dot(xt, tl.trans(dt), inner, input_precision=PREC), same, xt, raw, dt, slope, gt, ht
+
+
+@triton.jit
 def chunk_kernel(
     x, B, C, dy, z, D, vec, hs, gs, dx, dz, pairs, flow, dD, L, H, G, NC, P, N, batch, first, count, RUN, RUNS,
     x_sb, x_sl, x_sh, b_sb, b_sl, b_sg, c_sb, c_sl, c_sg, dy_sb, dy_sl, dy_sh, z_sb, z_sl, z_sh,
@@ -156,24 +183,19 @@ def chunk_kernel(
         end = tl.load(v + Q - 1)
         inner = tl.zeros([Q, Q], tl.float32)
         same = tl.zeros([Q], tl.float32)
-        for i in tl.static_range(SLICES):
-            p = i * BP + tl.arange(0, BP)
-            pn = p[:, None] * N + n[None, :]
-            gt = tl.load(gs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
-            ht = tl.load(hs + place + pn, mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
-            tl.store(f + 6 * Q + p, tl.sum(ht.to(tl.float32) * gt.to(tl.float32), 1), mask=p < P)
-            xt = load_tile(xp, q, x_sl, mask, p, p < P, EVEN_P)
-            raw = load_tile(yp, q, dy_sl, mask, p, p < P, EVEN_P)
-            dt = raw.to(dtype)
-            if HAS_Z:
-                dt, slope = gated(raw, load_tile(zp, q, z_sl, mask, p, p < P, EVEN_P), dtype)
-            if HAS_D:
-                products = dt.to(tl.float32) * xt.to(tl.float32)
-                if D_CHANNELS:
-                    tl.store(dD + ((b * NC + c) * H + h) * P + p, tl.sum(products, 0), mask=p < P)
-                else:
-                    same += tl.sum(products, 1)
-            inner = tl.dot(xt, tl.trans(dt), inner, input_precision=PREC)
+        # One slice stays in registers; many are a loop, for unrolled they take ptxas minutes.
+        if SLICES == 1:
+            p = tl.arange(0, BP)
+            inner, same, xt, raw, dt, slope, gt, ht = between(
+                xp, yp, zp, hs, gs, f, dD + ((b * NC + c) * H + h) * P, place, p, q, n, mask, inner, same, x_sl, dy_sl,
+                z_sl, P, N, Q, EVEN_P, HAS_D, D_CHANNELS, HAS_Z, PREC,
+            )  # fmt: skip
+        else:
+            for i in tl.range(0, SLICES, num_stages=1):
+                inner, same, _, _, _, _, _, _ = between(
+                    xp, yp, zp, hs, gs, f, dD + ((b * NC + c) * H + h) * P, place, i * BP + tl.arange(0, BP), q, n,
+                    mask, inner, same, x_sl, dy_sl, z_sl, P, N, Q, EVEN_P, HAS_D, D_CHANNELS, HAS_Z, PREC,
+                )  # fmt: skip
         if HAS_D and not D_CHANNELS:
             tl.store(f + 5 * Q + q, same)
         # Few matrices may be alive at once: what is between the tokens comes first, and is done with.
@@ -191,7 +213,7 @@ def chunk_kernel(
         to_end = tl.exp2(end - cum)
         seen = tl.zeros([Q], tl.float32)
         pulled = tl.zeros([Q], tl.float32)
-        for i in tl.static_range(SLICES):
+        for i in tl.range(0, SLICES, num_stages=1):
             p = i * BP + tl.arange(0, BP)
             if SLICES > 1:
                 xt = load_tile(xp, q, x_sl, mask, p, p < P, EVEN_P)

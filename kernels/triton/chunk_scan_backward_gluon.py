@@ -18,19 +18,24 @@ is counted on by what joins and leaves it. With z, y is computed again first.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from latentscan.kernels.triton import chunk_scan_backward_walks as walks
 from latentscan.kernels.triton import chunk_scan_gluon
 from latentscan.kernels.triton.chunk_common import HEADS_A_PROGRAM, Sizes, Steps, launch, prepare, time_step
 from latentscan.kernels.triton.chunk_configs import Hopper, HopperBackward
-from latentscan.kernels.triton.chunk_scan_forward import segment_scores
 from latentscan.kernels.triton.chunk_scan_gluon import CHUNK, WIDTH, carry_pieces_kernel, copyable, descriptor
+
+LITTLE = 160 << 20  # bytes
+ROUNDING = tl.constexpr(2.0**-18)  # of a product of states in 16 bits, relative and squared
 
 
 @triton.jit
@@ -54,9 +59,10 @@ def cross_kernel(
 ):  # fmt: skip
     """What flows from before a chunk to after it: h g, summed, of the state before it and its adjoint after it.
 
-    known fp32 [b, H, W]: before every R-th chunk, where both are there. steps [b, H, NC]: from there to within a chunk;
-    what leaves the flow (seen) is taken away, what joins it (pulled) added. The first half of a window counts from its
-    start, the other half back from the next window's; in the last window all count from its start.
+    known fp32 [b, H, W + 1]: before every R-th chunk, where both are there, and at the end. steps [b, H, NC]: from
+    there to within a chunk; what leaves the flow (seen) is taken away, what joins it (pulled) added. The rounding
+    errors of that are a random walk, whose end is known too: at r chunks of R, r/R of the way back to it is taken
+    (flows_kernel adds the two ends).
     """
     pid = tl.program_id(0).to(tl.int64)
     windows = tl.cdiv(SC, R)
@@ -69,7 +75,7 @@ def cross_kernel(
         adjoint = tl.load(final + (b * H + h) * PN + o)
     else:
         adjoint = tl.load(gs + ((i * batch + b) * H + h) * PN + o).to(tl.float32)
-    tl.store(known + (b * H + h) * W + w, tl.sum(state * adjoint))
+    tl.store(known + (b * H + h) * (W + 1) + w, tl.sum(state * adjoint))
     r = tl.arange(0, R)
     q = tl.arange(0, Q)
     c = i * R + r
@@ -80,8 +86,8 @@ def cross_kernel(
     step = tl.load(v, mask=inside, other=0.0)
     joined = tl.sum(tl.load(pulled + (b * H + h) * SC * Q + token, mask=inside, other=0.0) * step, 1)
     ahead = tl.cumsum(joined - gone, axis=0) - joined
-    back = tl.cumsum(gone - joined, axis=0, reverse=True) - gone
-    delta = tl.where((r < R // 2) | (w == W - 1), ahead, back)
+    part = (r + 0.5) / tl.minimum(R, NC - w * R)
+    delta = ahead - part * tl.sum(joined - gone)
     tl.store(steps + (b * H + h) * NC + first + c, delta, mask=c < SC)
 
 
@@ -122,12 +128,14 @@ def flows_kernel(
         before += tl.load(pulled + f - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
         product += tl.sum(tl.load(same + f, mask=heads[:, None], other=0.0), 1)
         w = c // R
-        w = tl.where((c % R < R // 2) | (w == W - 1), w, w + 1)
-        through += tl.load(known + hs * W + w, mask=heads, other=0.0)
+        part = (c % R + 0.5) / tl.minimum(R, NC - w * R)
+        through += tl.load(known + hs * (W + 1) + w, mask=heads, other=0.0) * (1.0 - part)
+        through += tl.load(known + hs * (W + 1) + w + 1, mask=heads, other=0.0) * part
         through += tl.load(steps + hs * NC + c, mask=heads, other=0.0)
-    # Where a chunk forgets all but 2^-24, nothing flows across: no rounding error stands for it.
+    # That flow is of the size of the chunk's decay, its rounding error of 2^-9: it counts by its share in both.
     end = tl.load(vec + ((b * H + h) * NC + c) * (2 * Q) + Q - 1, mask=heads, other=0.0)
-    through = tl.where(end < -24.0, 0.0, through)
+    size = tl.exp2(2.0 * end)
+    through *= size / (size + ROUNDING)
     v = vec + ((b * H + h)[:, None] * NC + c) * (2 * Q) + Q + q[None, :]
     before *= tl.load(v - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
     later, own, after = tl.trans(later), tl.trans(own), tl.trans(after)
@@ -212,7 +220,6 @@ def backward(
     NC = -(-s.L // (2 * CHUNK)) * 2
     W = triton.cdiv(NC, k.every)
     vec = prepare(steps, s, chunks=NC)
-    scores = segment_scores(B, C, s, x.dtype, chunks=NC).view(s.b, s.G * NC * CHUNK, 1, CHUNK)
 
     def empty(*shape: int, dtype: torch.dtype = f32) -> Tensor:
         return torch.empty(*shape, device=device, dtype=dtype)
@@ -220,10 +227,11 @@ def backward(
     xw, dyw = (t.view(s.b, s.L, heads, WIDTH) if split > 1 else t for t in (x, dy))
     cut: dict[str, Any] = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
     common = {**cut, "ST": k.stages, "RC": k.registers, "RP": 24, "R": k.every, "num_warps": 4}
-    tiles = tuple(
-        descriptor(t, CHUNK, width)
-        for t, width in ((xw, WIDTH), (dyw, WIDTH), (B, s.N), (C, s.N), (scores, CHUNK))
-    )  # fmt: skip
+    tiles = tuple(descriptor(t, CHUNK, width) for t, width in ((xw, WIDTH), (dyw, WIDTH), (B, s.N), (C, s.N)))
+
+    lines = TensorDescriptor(
+        vec, [s.b * s.H * NC, 2 * CHUNK], [2 * CHUNK, 1], [1, 2 * CHUNK], gl.NVMMASharedLayout(0, 32, 2)
+    )
 
     def sizes(first: int, SC: int) -> tuple[int, ...]:
         T = units * SC
@@ -255,47 +263,61 @@ def backward(
             SC * CHUNK, s.G * s.N, UG, BLOCK=1024, num_warps=4,
         )  # fmt: skip
 
-    # The walk forward, whole: dx is not there yet, so that its slab may be as large.
     slab_bytes = units * CHUNK * s.N * x.element_size()
-    hs = empty(W * s.b, heads * WIDTH, 1, s.N, dtype=x.dtype)
+    cost = slab_bytes + s.b * s.H * s.P * (s.N * x.element_size() // k.every) + 4 * s.b * heads * CHUNK * 4
+    size = x.numel() * x.element_size()
+    workspace = k.workspace or (LITTLE if NC * cost <= LITTLE else size // 4)
+    SC = segment_chunks(NC, cost, workspace, k.segments, k.every)
+    # The states that are kept lie where dx comes later, half as dense or less: a segment of dx is written when all that
+    # lay there has been read. The first segment's are moved away in time.
+    shared = s.b == 1 and SC < NC and k.every * CHUNK >= 2 * s.N
+    kept = W * s.b, heads * WIDTH, 1, s.N
+    dx = torch.empty(x.shape, device=device, dtype=x.dtype) if shared else None
+    hs = dx.view(-1)[: math.prod(kept)].view(kept) if dx is not None else empty(*kept, dtype=x.dtype)
+
+    # The walk forward; its slab may be as large as dx where dx is not there yet.
     reads, seen = empty(s.b, heads, NC * CHUNK), empty(s.b, heads, NC * CHUNK)
     dC = torch.empty(C.shape, device=device, dtype=C.dtype)
     state, following = empty(s.b, heads, WIDTH, s.N), empty(s.b, heads, WIDTH, s.N)
     state.zero_() if init_state is None else state.copy_(init_state.reshape(state.shape))
-    SC = segment_chunks(NC, slab_bytes, x.numel() * x.element_size(), k.segments, k.every)
-    for first in range(0, NC, SC):
-        here = min(SC, NC - first)
+    forth = segment_chunks(NC, slab_bytes, workspace if shared else size, k.segments, k.every)
+    for first in range(0, NC, forth):
+        here = min(forth, NC - first)
+        found = piece_starts(xw, B, state, first, here, False)
         slab = slab_of(here)
         launch(
             walks.reads_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N),
-            descriptor(hs, WIDTH, s.N), vec, piece_starts(xw, B, state, first, here, False), state, following,
+            descriptor(hs, WIDTH, s.N), lines, found, state, following,
             reads, seen, *sizes(first, here), s.b, **common,
         )  # fmt: skip
         sum_slab(slab, dC, first, here)
-        del slab
+        del slab, found
         state, following = following, state
 
     # The walk back, in segments.
-    dx = torch.empty(x.shape, device=device, dtype=x.dtype)
+    if dx is None:
+        dx = torch.empty(x.shape, device=device, dtype=x.dtype)
     dxw = dx.view(s.b, s.L, heads, WIDTH) if split > 1 else dx
     dB = torch.empty(B.shape, device=device, dtype=B.dtype)
     ddt = torch.empty(steps.dt.shape, device=device, dtype=steps.dt.dtype)
     sums = empty(3, s.b * NC, s.H)
-    known, deltas = empty(s.b, heads, W), empty(s.b, heads, NC)
-    adjoint = state
+    known, deltas = empty(s.b, heads, W + 1), empty(s.b, heads, NC)
+    adjoint, following = following, state
     adjoint.zero_() if dfinal is None else adjoint.copy_(dfinal.reshape(adjoint.shape))
-    cost = slab_bytes + s.b * s.H * s.P * (s.N * x.element_size() // k.every) + 4 * s.b * heads * CHUNK * 4
-    SC = segment_chunks(NC, cost, k.workspace, k.segments, k.every)
+    torch.sum(state * adjoint, (2, 3), out=known[:, :, W])
     names = ("inside", "itself", "pulled", "same")
     for first in reversed(range(0, NC, SC)):
         here = min(SC, NC - first)
+        if shared and first == 0:
+            hs = hs[: triton.cdiv(here, k.every)].clone()
+        found = piece_starts(dyw, C, adjoint, first, here, True)
         slab = slab_of(here)
         gs = empty(triton.cdiv(here, k.every) * s.b, heads * WIDTH, 1, s.N, dtype=x.dtype)
         flow = dict(zip(names, empty(len(names), s.b, heads, here * CHUNK), strict=True))
         launch(
             walks.pulls_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N),
-            descriptor(gs, WIDTH, s.N), descriptor(dxw, CHUNK, WIDTH), vec,
-            piece_starts(dyw, C, adjoint, first, here, True), adjoint, following, x if D is None else D,
+            descriptor(gs, WIDTH, s.N), descriptor(dxw, CHUNK, WIDTH), lines,
+            found, adjoint, following, x if D is None else D,
             *flow.values(), *sizes(first, here), s.b, **common, HAS_D=D is not None,
         )  # fmt: skip
         sum_slab(slab, dB, first, here)
@@ -309,7 +331,7 @@ def backward(
             *flow.values(), known, deltas, ddt, *sums, s.L, s.H, NC, first, here, W, *steps.limits,
             Q=CHUNK, BH=HEADS_A_PROGRAM, SPLIT=split, R=k.every, **steps.flags, num_warps=4,
         )  # fmt: skip
-        del slab, gs, flow
+        del slab, gs, flow, found
         adjoint, following = following, adjoint
     dA, dbias, dD = sums.view(3, s.b, NC, s.H)[:, :, : s.NC].sum((1, 2))
     return (

@@ -1,7 +1,7 @@
 """The walks of the chunk scan's backward for Hopper, in Gluon: a producer warp, and two warpgroups with a head each.
 
 Both walk the chunks of a piece with the fp32 state of their head in registers, read each tile once, and share tiles of
-B, C and scores between their two heads. See :mod:`latentscan.kernels.triton.chunk_scan_backward_gluon`.
+B and C between their two heads. See :mod:`latentscan.kernels.triton.chunk_scan_backward_gluon`.
 
     ends      what a piece adds to the state (x, B), or to its adjoint (dy, C; REV: from the last chunk to the first)
     reads     forward, with the state h: dC of two heads, and what each token reads
@@ -145,8 +145,8 @@ def ends_kernel(
 
 @gluon.jit
 def walk_producer(
-    x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share,
-    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, REV: gl.constexpr,
+    x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H,
+    Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, REV: gl.constexpr,
 ):  # fmt: skip
     u = f0 // SC
     c = f0 % SC
@@ -155,7 +155,7 @@ def walk_producer(
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         bar = full.index(s)
-        mbarrier.expect(bar, (2 * Q * N + 4 * Q * P + Q * Q) * 2)
+        mbarrier.expect(bar, (2 * Q * N + 4 * Q * P) * 2 + 16 * Q)
         chunk = chunk_at(c, first, SC, REV)
         row = b * L + chunk * Q
         tma.async_copy_global_to_shared(x, [row, h0 * P], bar, sX.index(s * 2))
@@ -164,7 +164,10 @@ def walk_producer(
         tma.async_copy_global_to_shared(dy, [row, (h0 + 1) * P], bar, sD.index(s * 2 + 1))
         tma.async_copy_global_to_shared(B, [row, g * N], bar, sB.index(s))
         tma.async_copy_global_to_shared(C, [row, g * N], bar, sC.index(s))
-        tma.async_copy_global_to_shared(scores, [((b * G + g) * NC + chunk) * Q, 0], bar, sG.index(s))
+        for w in gl.static_range(2):
+            h = min(h0 + w, H - 1)
+            line = (b * (H // SPLIT) + h // SPLIT) * NC + chunk
+            tma.async_copy_global_to_shared(vec, [line, 0], bar, sV.index(s * 2 + w))
         c += 1
         if c == SC:
             c = 0
@@ -193,7 +196,7 @@ def add_and_write(
 
 @gluon.jit
 def reads_consumer(
-    w: gl.constexpr, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin,
+    w: gl.constexpr, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin,
     final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
@@ -202,13 +205,12 @@ def reads_consumer(
     mp: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
     mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     qi = gl.arange(0, Q, layout=gl.SliceLayout(1, mm))
     qj = gl.arange(0, Q, layout=gl.SliceLayout(0, mm))
-    vi = gl.arange(0, 2 * Q, layout=flat)
     pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
     nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
     pn = pr[:, None] * N + nn[None, :]
+    sVs = sV._reinterpret(gl.float32, [ST * 2, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sSw = sS.index(w)
     n = 0
     for u in range(f0 // SC, (f1 - 1) // SC + 1):
@@ -223,26 +225,26 @@ def reads_consumer(
             S = gl.load(starts + (pid * 2 + w).to(gl.int64) * (P * N) + pn)
         else:
             S = gl.load(begin + (b * H + h).to(gl.int64) * (P * N) + pn)
-        pv = vec + ((b * (H // SPLIT) + h // SPLIT).to(gl.int64) * NC + first) * (2 * Q) + vi
         flow = (b * H + h).to(gl.int64) * (NC * Q) + first * Q
-        sV.index(w * 2 + (n & 1)).store(gl.load(pv + cs * (2 * Q)))
-        following = gl.load(pv + min(cs + 1, ce - 1) * (2 * Q))
         for c in range(cs, ce):
             k = n % ST
-            sVk = sV.index(w * 2 + (n & 1))
+            sVk = sVs.index(k * 2 + w)
             sXk = sX.index(k * 2 + w)
             sDk = sD.index(k * 2 + w)
-            whole = gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))
             sSw.store(S.to(dtype))
-            S = S * whole[:, None]
             fence_async_shared()
             if (first + c) % R == 0:
                 if valid:
                     tma.async_copy_shared_to_global(hs, [(((first + c) // R) * batch + b) * H * P + h * P, 0], sSw)
             mbarrier.wait(full.index(k), (n // ST) & 1)
+            S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
             inner = warpgroup_mma(
                 sDk, sXk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
             )
+            score = warpgroup_mma(
+                sC.index(k), sB.index(k).permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False,
+                is_async=True,
+            )  # fmt: skip
             got = warpgroup_mma(
                 sC.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
             )
@@ -250,11 +252,11 @@ def reads_consumer(
             cj = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
             step = sVk.slice(Q, Q).load(gl.SliceLayout(0, mm))
             e = gl.exp2(gl.where(qi[:, None] >= qj[None, :], ci[:, None] - cj[None, :], float("-inf"))) * step[None, :]
-            inner, got = warpgroup_mma_wait(0, deps=[inner, got])
+            inner, score, got = warpgroup_mma_wait(0, deps=[inner, score, got])
             got = gl.convert_layout(gl.sum(got * sDk.load(mp).to(gl.float32), 1), gl.SliceLayout(1, mm)) * gl.exp2(ci)
             e = e * inner
             # Without the diagonal, which no decay is in: its rounding errors could be all of ddt.
-            r = gl.where(qi[:, None] > qj[None, :], e * sG.index(k).load(mm).to(gl.float32), 0.0)
+            r = gl.where(qi[:, None] > qj[None, :], e * score, 0.0)
             gl.store(reads + flow + c * Q + qi, gl.sum(r, 1) + got, mask=keep)
             gl.store(seen + flow + c * Q + qi, got, mask=keep)
             pair = gl.convert_layout((e * one).to(dtype), left)
@@ -267,16 +269,13 @@ def reads_consumer(
             out = out * sVk.slice(Q, Q).load(gl.SliceLayout(0, left))
             xs = (sXk.permute((1, 0)).load(left).to(gl.float32) * out[None, :]).to(dtype)
             S = warpgroup_mma(xs, sB.index(k), S, is_async=True)
-            sV.index(w * 2 + ((n + 1) & 1)).store(following)
-            following = gl.load(pv + min(c + 2, ce - 1) * (2 * Q))
             # Whoever wrote in the last round gives the buffer back once it is read.
             tma.store_wait(0)
-            barrier()
-            if (n > 0) & ((n + w) & 1 == 1):
-                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             acc, S = warpgroup_mma_wait(0, deps=[acc, S])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
+            if (n > 0) & ((n + w) & 1 == 1):
+                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             row = ((u % UG) * batch + b) * (SC * Q) + c * Q
             add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
             n += 1
@@ -287,7 +286,7 @@ def reads_consumer(
 
 @gluon.jit
 def reads_kernel(
-    x, dy, B, C, scores, slab, hs, vec, starts, begin, final, reads, seen,
+    x, dy, B, C, slab, hs, vec, starts, begin, final, reads, seen,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
     SPLIT: gl.constexpr, R: gl.constexpr,
@@ -305,10 +304,9 @@ def reads_kernel(
     sD = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], dy.layout)
     sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
     sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
-    sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
     sS = gl.allocate_shared_memory(x.dtype, [2, P, N], hs.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
-    sV = gl.allocate_shared_memory(gl.float32, [4, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -322,9 +320,9 @@ def reads_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sG, sS, sE, sV, full, empty, ready, spare, vec, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (walk_producer, (x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, Q, P, N, ST, False)),  # noqa: E501
+            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, False)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],
@@ -333,7 +331,7 @@ def reads_kernel(
 
 @gluon.jit
 def pulls_consumer(
-    w: gl.constexpr, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin,
+    w: gl.constexpr, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin,
     final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
     HAS_D: gl.constexpr,
@@ -344,13 +342,12 @@ def pulls_consumer(
     mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
     left_p: gl.constexpr = gl.DotOperandLayout(0, mp, 2)
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     qj = gl.arange(0, Q, layout=gl.SliceLayout(1, mm))  # rows: the tokens read from
     qi = gl.arange(0, Q, layout=gl.SliceLayout(0, mm))
-    vi = gl.arange(0, 2 * Q, layout=flat)
     pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
     nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
     pn = pr[:, None] * N + nn[None, :]
+    sVs = sV._reinterpret(gl.float32, [ST * 2, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sSw = sS.index(w)
     sYw = sY.index(w)
     n = 0
@@ -368,39 +365,35 @@ def pulls_consumer(
             S = gl.load(begin + (b * H + h).to(gl.int64) * (P * N) + pn)
         if HAS_D:
             d = gl.load(D + h // SPLIT).to(gl.float32)
-        pv = vec + ((b * (H // SPLIT) + h // SPLIT).to(gl.int64) * NC + first + SC - 1) * (2 * Q) + vi
         flow = (b * H + h).to(gl.int64) * (SC * Q)
-        sV.index(w * 2 + (n & 1)).store(gl.load(pv - cs * (2 * Q)))
-        following = gl.load(pv - min(cs + 1, ce - 1) * (2 * Q))
         for c in range(cs, ce):
             at = SC - 1 - c  # the chunk, counted from the segment's first
             k = n % ST
-            sVk = sV.index(w * 2 + (n & 1))
+            sVk = sVs.index(k * 2 + w)
             sXk = sX.index(k * 2 + w)
             sDk = sD.index(k * 2 + w)
-            whole = gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))
             sSw.store(S.to(dtype))
-            S = S * whole[:, None]
             fence_async_shared()
             if ((first + at + 1) % R == 0) & (c > 0):
                 if valid:
                     tma.async_copy_shared_to_global(gs, [(((at + 1) // R) * batch + b) * H * P + h * P, 0], sSw)
             mbarrier.wait(full.index(k), (n // ST) & 1)
+            S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
             inner = warpgroup_mma(
                 sXk, sDk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
             )
-            du = warpgroup_mma(
-                sB.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
-            )
+            score = warpgroup_mma(
+                sB.index(k), sC.index(k).permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False,
+                is_async=True,
+            )  # fmt: skip
             cj = sVk.slice(0, Q).load(gl.SliceLayout(1, mm))
             ci = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
             step = sVk.slice(Q, Q).load(gl.SliceLayout(1, mm))
             e = gl.exp2(gl.where(qj[:, None] <= qi[None, :], ci[None, :] - cj[:, None], float("-inf")))
-            inner, du = warpgroup_mma_wait(0, deps=[inner, du])
+            inner, score = warpgroup_mma_wait(0, deps=[inner, score])
             own = qj[:, None] == qi[None, :]
             inner = inner * e
             gl.store(same + flow + at * Q + qj, gl.sum(gl.where(own, inner, 0.0), 1), mask=keep)
-            score = sG.index(k).permute((1, 0)).load(mm).to(gl.float32)
             both = inner * score
             gl.store(itself + flow + at * Q + qj, gl.sum(gl.where(own, both, 0.0), 1), mask=keep)
             gl.store(inside + flow + at * Q + qj, gl.sum(gl.where(own, 0.0, both), 1), mask=keep)
@@ -409,8 +402,12 @@ def pulls_consumer(
             if HAS_D:
                 e = gl.where(own, e + d, e)
             mixed = gl.convert_layout(e.to(dtype), left_p)
+            du = warpgroup_mma(
+                sB.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
+            )
             end_p = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mp))
             out_p = gl.exp2(end_p - sVk.slice(0, Q).load(gl.SliceLayout(1, mp)))
+            du = warpgroup_mma_wait(0, deps=[du])
             pull = gl.sum(du * sXk.load(mp).to(gl.float32), 1) * out_p
             gl.store(pulled + flow + at * Q + qj, gl.convert_layout(pull, gl.SliceLayout(1, mm)), mask=keep)
             du = du * (out_p * sVk.slice(Q, Q).load(gl.SliceLayout(1, mp)))[:, None]
@@ -434,8 +431,6 @@ def pulls_consumer(
             into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(0, left)))
             dyw = (sDk.permute((1, 0)).load(left).to(gl.float32) * into[None, :]).to(dtype)
             S = warpgroup_mma(dyw, sC.index(k), S, is_async=True)
-            sV.index(w * 2 + ((n + 1) & 1)).store(following)
-            following = gl.load(pv - min(c + 2, ce - 1) * (2 * Q))
             acc, S = warpgroup_mma_wait(0, deps=[acc, S])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
@@ -449,7 +444,7 @@ def pulls_consumer(
 
 @gluon.jit
 def pulls_kernel(
-    x, dy, B, C, scores, slab, gs, dx, vec, starts, begin, final, D, inside, itself, pulled, same,
+    x, dy, B, C, slab, gs, dx, vec, starts, begin, final, D, inside, itself, pulled, same,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
     SPLIT: gl.constexpr, R: gl.constexpr, HAS_D: gl.constexpr,
@@ -467,11 +462,10 @@ def pulls_kernel(
     sD = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], dy.layout)
     sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
     sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
-    sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
     sS = gl.allocate_shared_memory(x.dtype, [2, P, N], gs.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
     sY = gl.allocate_shared_memory(x.dtype, [2, Q, P], dx.layout)
-    sV = gl.allocate_shared_memory(gl.float32, [4, 2 * Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -485,9 +479,9 @@ def pulls_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (pulls_consumer, (0, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (pulls_consumer, (1, slab, gs, dx, sX, sD, sB, sC, sG, sS, sE, sY, sV, full, empty, ready, spare, vec, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (walk_producer, (x, dy, B, C, scores, sX, sD, sB, sC, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, Q, P, N, ST, True)),  # noqa: E501
+            (pulls_consumer, (0, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (pulls_consumer, (1, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],

@@ -21,7 +21,7 @@ import torch
 
 from latentscan.kernels.triton import chunk_common
 from latentscan.kernels.triton import chunk_scan as ours
-from latentscan.kernels.triton.chunk_configs import Backward, Forward, Hopper
+from latentscan.kernels.triton.chunk_configs import Backward, Forward, Hopper, HopperBackward
 from latentscan.tests.kernels.chunk_scan_checks import Case, draw, errors
 
 DEVICE = "cuda"
@@ -38,6 +38,21 @@ NUMERICS: dict[str, Case] = {
     "plain P80 N48": Case((2, 130, 4, 80, 2, 48), BF16, Forward(segments=2, out_p=32)),
     "one token": Case((2, 1, 8, 64, 2, 128), BF16),
     "gluon": Case((2, 1024, 8, 64, 2, 128), BF16, Hopper(pieces=11, state_parts=3), None, ("z", "init_state")),
+    "gluon back": Case((2, 1024, 32, 64, 2, 128), BF16, None, HopperBackward(pieces=23, segments=3), ("z",)),
+    "gluon back, plain": Case((2, 1024, 32, 64, 2, 128), BF16, None, Backward(), ("z",)),
+    "gluon back, one program": Case((1, 256, 16, 64, 1, 128), BF16, None, HopperBackward(pieces=1, segments=1)),
+    "gluon back cu_seqlens": Case(
+        (1, 777, 32, 64, 2, 128),
+        BF16,
+        None,
+        HopperBackward(pieces=23, segments=2, state_parts=2),
+        ("z",),
+        packed=(0, 5, 64, 65, 400, 777),
+    ),
+    "gluon back odd share": Case((2, 384, 27, 64, 3, 128), BF16, None, HopperBackward(pieces=17, segments=2), ("z",)),
+    "gluon back P128 N64 line": Case(
+        (2, 512, 16, 128, 2, 64), FP16, None, HopperBackward(pieces=7, segments=2, every=4), ("z",), strided=True
+    ),
     "gluon z init cu_seqlens": Case(
         (1, 777, 6, 64, 2, 128), BF16, Hopper(pieces=11, state_parts=4), packed=(0, 5, 64, 65, 400, 777)
     ),
@@ -47,21 +62,26 @@ NUMERICS: dict[str, Case] = {
     "shipped many units": Case((40, 256, 16, 64, 1, 128), BF16, absent=("z",)),
     "extreme A dt": Case((2, 400, 8, 64, 2, 128), BF16, Forward(segments=2), None, ("z",), extreme=True),
     "extreme A dt, 10000 heads": Case((1, 192, 10000, 16, 1, 16), BF16, None, None, ("z",), extreme=True),
-    "extreme gluon": Case((1, 400, 64, 64, 2, 128), BF16, Hopper(pieces=5), None, ("z",), extreme=True),
+    "extreme gluon": Case((1, 400, 512, 64, 2, 128), BF16, Hopper(pieces=5), HopperBackward(), ("z",), extreme=True),
     "70000 heads": Case((2, 33, 35000, 16, 1, 16), BF16, None, None, ("z",)),
 }
 
 # Name -> choice, to compare on the device before the shipped table is changed; "shipped" is what users get.
 FORWARDS: dict[str, Forward | Hopper | None] = {"shipped": None, "plain": Forward(segments=16)}
-BACKWARDS: dict[str, Backward | None] = {"shipped": None}
+BACKWARDS: dict[str, Backward | HopperBackward | None] = {
+    "shipped": None,
+    "one segment": HopperBackward(segments=1),
+}
 SHAPES = {"2.7B": (80, 64, 1, 128), "Nemotron-H": (128, 64, 8, 128)}
 
 
 def numerics(name: str) -> str:
-    found = errors(NUMERICS[name], DEVICE, repeat=True)
-    return " ".join(f"{k} {v:.1e}" for k, v in found.items() if k != "changed") + (
-        "  NOT DETERMINISTIC" if found["changed"] else ""
-    )
+    found = errors(NUMERICS[name], DEVICE, repeat=True, condition=True)
+    shown = {k: v for k, v in found.items() if k != "changed" and not k.startswith("floor d")}
+    # Sums over tokens may nearly cancel: how far the inputs' last bits move them.
+    loose = {k: v for k, v in found.items() if k.startswith("floor d") and v > 2e-3}
+    told = " ".join(f"{k} {v:.1e}" for k, v in {**shown, **loose}.items())
+    return told + ("  NOT DETERMINISTIC" if found["changed"] else "")
 
 
 def graph_ms(run: Callable[[], Any], inner: int = 3, repeats: int = 7) -> float:

@@ -35,6 +35,7 @@ def test_the_page_holds_every_class_and_architecture():
         part = page.split(f"## {name}\n")[1].split("\n## ")[0]
         assert all(f"| {architecture} | chunk |" in part for architecture in kernel_table.DEVICES)
     assert "| output_gluon |" in page
+    assert "| pulls |" in page
 
 
 def test_one_kernel_is_compiled_as_it_would_be_launched():

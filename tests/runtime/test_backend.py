@@ -405,3 +405,12 @@ def test_inductor_in_the_same_process_is_as_without_us():
     torch._dynamo.reset()
     with torch.no_grad():
         assert distance(torch.compile(model)(tokens(), use_cache=False).logits, latent) < 1e-5
+
+
+def test_inductor_is_given_only_options_that_it_has():
+    from torch._inductor import list_options
+
+    from latentscan.lowering.inductor import inductor_options
+
+    assert set(inductor_options()) <= set(list_options())
+    assert "triton.mix_order_reduction" in inductor_options() or torch.__version__ < "2.10"

@@ -1,0 +1,53 @@
+"""What surrounds the Gluon backward's walks, against fp64: the walks are stood in for under Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from latentscan.kernels.triton.chunk_configs import HopperBackward
+from latentscan.kernels.triton.chunk_scan_backward_gluon import segment_chunks
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, float]]:
+    module = "latentscan.tests.kernels.interpreted_chunk_backward"
+    done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_everything_but_the_walks_is_exact(found):
+    for name, errors in found.items():
+        if name != "shipped" and "sabotage" not in name:
+            # fp32 sums of up to 777 tokens; ddt_bias is the sum of what cancels.
+            assert {k: e for k, e in errors.items() if not e < (1e-4 if k == "dt_bias" else 1e-5)} == {}, name
+
+
+def test_what_is_taken_for_rounding_costs_less_than_the_bar(found):
+    assert all(e < 1e-2 for e in found["shipped"].values())
+    assert found["shipped"]["A"] > 1e-4, "nothing was taken away: this test no longer sees it"
+
+
+def test_a_flow_that_is_left_out_is_seen(found):
+    errors = found["sabotage: nothing flows across chunks"]
+    assert errors["A"] > 1e-2
+    assert errors["dt"] > 1e-3
+
+
+@pytest.mark.parametrize("chunks", [2, 6, 12, 512, 2048])
+@pytest.mark.parametrize("segments", [0, 1, 3])
+def test_segments_are_whole_windows_and_fit(chunks, segments):
+    every, room = HopperBackward().every, 76
+    got = segment_chunks(chunks, 1 << 20, room << 20, segments, every)
+    assert got % every == 0
+    count = -(-chunks // got)
+    if segments:
+        assert count <= segments
+    else:
+        assert got <= room + every
+        assert got >= chunks or got * 2 + every > room
