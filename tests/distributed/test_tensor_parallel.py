@@ -72,6 +72,27 @@ def test_five_steps_of_training_equal_one_process(world, families, sequence, tmp
 
 
 @pytest.mark.slow
+def test_overlap_changes_no_bit(tmp_path):
+    """Two steps with and without overlap-collectives, of lengths that two ranks do not divide: the same weights."""
+    cases = []
+    for case in (LLAMA, {"family": "deepseek_v3"}, {"family": "nemotron_h"}):
+        for text in ("tensor-parallel", "tensor-parallel,sequence-parallel"):
+            more = {"pipeline": f"{text},overlap-collectives{{growth=0.5}}", "against": text, "steps": 2}
+            cases.append({**case, **more, "do": ["generate"]})
+    for ranks in launch(2, cases, tmp_path, timeout=1800):
+        check(ranks, steps=2)
+        for found in ranks:
+            assert found["bits"]
+            forward, backward = found["scheduled"]
+            assert (forward["phase"], backward["phase"]) == ("forward", "backward")
+            for done in (forward, backward):
+                assert done["peak_after"] <= 1.5 * done["peak_before"]
+            sums = [c for c in backward["collectives"] if c["module"].endswith(("gate_proj", "q_proj"))]
+            assert sums
+            assert all(c["after"] > c["before"] == 0 for c in sums)  # the weights' gradients run beside them
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "world", "least"), [("llama", 2, 7), ("mamba2", 3, 7), ("deepseek_v3", 2, 10)])
 def test_every_collective_is_needed(family, world, least, tmp_path):
     """Sabotage: with any one collective gone, loss or gradients are wrong by far more than the tolerance."""

@@ -136,12 +136,12 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     class Dropping(kept):  # type: ignore[valid-type, misc]
         """Counts the collectives of each graph, and leaves one out."""
 
-        def __init__(self, program: Any, *args: Any) -> None:
+        def __init__(self, program: Any, *args: Any, **more: Any) -> None:
             graph = program.forced(False).graph
             droppable.append(sum(n.target in collectives.COLLECTIVES for n in graph.nodes))
             if "drop" in case:
                 without(graph, case["drop"])
-            super().__init__(program, *args)
+            super().__init__(program, *args, **more)
 
     session_module.Executable = Dropping  # type: ignore[misc]
     try:
