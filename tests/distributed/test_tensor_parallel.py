@@ -43,6 +43,7 @@ def test_a_llama_whose_heads_the_ranks_do_not_divide_equals_one_process(tmp_path
     total = whole[0]["held"][1]
     split = 2 * (72 * 72 * 2 + 72 * 24 * 2 + 3 * 72 * 97) + 2 * 128 * 72
     assert sum(mine) == total + (total - split)  # what is split is held once
+    assert [found["elements"] for found in whole] == [[n] * 3 for n in mine]  # parameters, gradients, momentum
     assert min(max(found["gradients"]) for found in dropped) > 100 * TOLERANCE
 
 
