@@ -301,17 +301,21 @@ def starts_of(graph: fx.Graph) -> list[tuple[str, ...]]:
 
 def peak_bytes(order: Sequence[fx.Node]) -> int:
     """Bytes of storages alive at once. The graph's inputs are alive from its start to their last reader, as saved
-    activations are in a backward graph. Sizes that vary are taken as they were traced."""
+    activations are in a backward graph; what is sent, to its wait. Sizes that vary are taken as they were traced."""
     size: dict[Any, int] = {}
     holds: dict[fx.Node, list[Any]] = {}
     last: dict[Any, int] = {}
+    sends: dict[fx.Node, list[fx.Node]] = {}  # wait -> what its start reads
+    for start in filter(is_start, order):
+        for wait in waits_of(start):
+            sends[wait] = start.all_input_nodes
     for at, node in enumerate(order):
         values = _tensors(node.meta.get("val"))
         holds[node] = [v.untyped_storage()._cdata for v in values]
         for key, value in zip(holds[node], values, strict=True):
             if key not in size:
                 size[key] = hint_of(value.untyped_storage().nbytes())
-        for source in (node, *node.all_input_nodes):
+        for source in (node, *node.all_input_nodes, *sends.get(node, ())):
             for key in holds.get(source, ()):
                 last[key] = at
     frees: dict[int, list[Any]] = {}
