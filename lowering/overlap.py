@@ -61,14 +61,15 @@ def _schedule(graph: fx.Graph, phase: str, growth: float, tell: Tell, agree: Agr
 
 
 def guard_waits(graph: fx.Graph) -> int:
-    """Let every wait of a graph that Python runs say what it waited for, should it fail. Returns their number."""
+    """Let every wait of a graph that Python runs hold what is sent until then (Inductor does so by itself), and say
+    what it waited for, should it fail. Returns their number."""
     found = 0
     for node in list(graph.nodes):
         if not is_start(node):
             continue
         group = next(a for a in reversed(node.args) if isinstance(a, str))
         for one in waits_of(node):
-            one.target, one.args = wait, (one.args[0], group, place_of(node)[0])
+            one.target, one.args = wait, (one.args[0], group, place_of(node)[0], node.args[0])
             found += 1
     return found
 

@@ -98,7 +98,7 @@ class Scheduled:
 
     Attributes:
         collectives: one entry each, in order.
-        peak_before, peak_after: bytes of values alive at once, inputs left out; sizes that vary as traced.
+        peak_before, peak_after: bytes alive at once, see :func:`peak_bytes`.
         ahead: how many collectives ahead work was taken from; 0: the graph was left as it was.
         kept: nodes whose order among themselves was kept (random numbers, effects, writes in place).
     """
@@ -300,36 +300,36 @@ def starts_of(graph: fx.Graph) -> list[tuple[str, ...]]:
 
 
 def peak_bytes(order: Sequence[fx.Node]) -> int:
-    """Bytes of storages alive at once, the graph's inputs left out. Sizes that vary are taken as they were traced."""
+    """Bytes of storages alive at once. The graph's inputs are alive from its start to their last reader, as saved
+    activations are in a backward graph; what is sent, to its wait. Sizes that vary are taken as they were traced."""
     size: dict[Any, int] = {}
     holds: dict[fx.Node, list[Any]] = {}
     last: dict[Any, int] = {}
-    given: set[Any] = set()
+    sends: dict[fx.Node, list[fx.Node]] = {}  # wait -> what its start reads
+    for start in filter(is_start, order):
+        for wait in waits_of(start):
+            sends[wait] = start.all_input_nodes
     for at, node in enumerate(order):
-        keys = []
-        for value in _tensors(node.meta.get("val")):
-            key = value.untyped_storage()._cdata
-            keys.append(key)
-            if node.op in ("placeholder", "get_attr"):
-                given.add(key)
-            size.setdefault(key, hint_of(value.untyped_storage().nbytes()))
-        holds[node] = keys
-        for source in (node, *node.all_input_nodes):
+        values = _tensors(node.meta.get("val"))
+        holds[node] = [v.untyped_storage()._cdata for v in values]
+        for key, value in zip(holds[node], values, strict=True):
+            if key not in size:
+                size[key] = hint_of(value.untyped_storage().nbytes())
+        for source in (node, *node.all_input_nodes, *sends.get(node, ())):
             for key in holds.get(source, ()):
                 last[key] = at
     frees: dict[int, list[Any]] = {}
     for key, at in last.items():
         frees.setdefault(at, []).append(key)
-    alive, live, peak = set(given), 0, 0
+    seen: set[Any] = set()
+    live = peak = 0
     for at, node in enumerate(order):
         for key in holds[node]:
-            if key not in alive:
-                alive.add(key)
+            if key not in seen:
+                seen.add(key)
                 live += size[key]
         peak = max(peak, live)
-        for key in frees.get(at, ()):
-            if key not in given:
-                live -= size[key]
+        live -= sum(size[key] for key in frees.get(at, ()))
     return peak
 
 

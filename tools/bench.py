@@ -92,12 +92,22 @@ def parallel_verb(
     variants: Annotated[
         str, typer.Option(help="Of one, plain, overlap, plain-silent, overlap-silent; by default all.")
     ] = "",
+    fake: Annotated[
+        bool, typer.Option("--fake", help="Count order and volumes for any mesh in this one process; measure nothing.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Step time, memory, exposed communication and loss parity of training over a mesh; run it under torchrun."""
     import os
 
-    from latentscan.tools.bench_parallel import VARIANTS, Case, bench_parallel, show
+    from latentscan.tools.bench_parallel import (
+        VARIANTS,
+        Case,
+        bench_parallel,
+        count_parallel,
+        show,
+        show_counted,
+    )
     from latentscan.tools.cli import print_json, progress, stdout
 
     case = Case(
@@ -105,10 +115,10 @@ def parallel_verb(
         tuple(v.strip() for v in variants.split(",")) if variants else VARIANTS,
     )  # fmt: skip
     with progress("measuring") as step:
-        data = bench_parallel(case, step=step)
+        data = count_parallel(case, step=step) if fake else bench_parallel(case, step=step)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
         print_json(data)
     else:
-        show(data, stdout())
+        (show_counted if fake else show)(data, stdout())

@@ -19,6 +19,7 @@ from latentscan.passes.pipeline import parse, to_text
 from latentscan.runtime.batch import split_batch
 from latentscan.runtime.door import session_of
 from latentscan.runtime.mesh import PARALLEL, SEQUENCE
+from latentscan.runtime.tiny import choose_experts
 from latentscan.runtime.wrap import wrap
 from latentscan.tools.bench_models import builder, config_of
 
@@ -109,6 +110,7 @@ def bench_parallel(case: Case, *, step: Callable[[str], None] = lambda _: None) 
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         found[name] = _joined([e for e in every if e is not None], case)
+        step(f"{name}: {found[name]['ms']} ms")
         _forget(device)
     return {
         "schema": SCHEMA,
@@ -125,6 +127,55 @@ def bench_parallel(case: Case, *, step: Callable[[str], None] = lambda _: None) 
         "variants": found,
         **_compared(found),
     }
+
+
+def count_parallel(case: Case, *, step: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """The same case counted instead of measured: one process stands for ranks all over the mesh, none computes.
+
+    Returns:
+        the case, and what :func:`latentscan.tools.rank_graphs.everywhere` counts of a training step.
+
+    Raises:
+        MeshError: two ranks would wait for each other for ever. PipelineError: a bad option.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from latentscan.runtime.phases import traced_phases
+    from latentscan.tools.rank_graphs import everywhere
+
+    case.check()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config_of(case.model, case.layers), dtype=_DTYPES.get(case.dtype, torch.bfloat16)
+        )  # fmt: skip
+    choose_experts(model)
+    if case.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    step("tracing")
+    traced = traced_phases(model, batch=case.batch, seq=case.seq, train=True)[0]
+    step("counting")
+    told = everywhere(
+        traced.graph, parse(_pipelines(case.pipeline, "overlap")), parse_mesh(case.mesh), traced.phases[0]
+    )
+    names = ("model", "mesh", "pipeline", "layers", "seq", "batch", "recompute")
+    return {"schema": SCHEMA, "latentscan": __version__, **{k: getattr(case, k) for k in names}, **told}
+
+
+def show_counted(data: dict[str, Any], console: Any) -> None:
+    """What was counted, for people."""
+    console.print(
+        f"{data['model']}, mesh {data['mesh']}, {data['pipeline']}: {len(data['ranks'])} ranks tried, the same order "
+        "on all of them", highlight=False, markup=False,
+    )  # fmt: skip
+    for phase in ("forward", "backward"):
+        row = data[phase]
+        kinds = ", ".join(f"{count} {name}" for name, count in row["by_kind"].items())
+        low, high = row["bytes_sent"]
+        console.print(
+            f"{phase}: {row['collectives']} collectives ({kinds}), a rank sends {low:,} to {high:,} bytes, computing "
+            f"nodes between start and wait {row['between'][0]} -> {row['between'][1]}",
+            highlight=False, markup=False,
+        )  # fmt: skip
 
 
 def _start(case: Case) -> torch.device:
@@ -173,7 +224,7 @@ def _measure(name: str, case: Case, build: Callable[[], Any], mesh: Any, device:
         torch.cuda.reset_peak_memory_stats()
     model = build()
     if case.recompute == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     one = name == "one"
     wrap(
         model, _pipelines(case.pipeline, name), mesh=None if one else mesh, inductor=case.inductor, target=case.target

@@ -112,6 +112,13 @@ def plan_verb(
         bool, typer.Option("--explain", help="Every site and refusal, and costs by kind of node.")
     ] = False,
     mesh: Annotated[str | None, typer.Option(help="Ranks to split over, such as tp=8; needs none of them.")] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Bytes a second that leave a rank, such as 450G: what sending is hidden."),
+    ] = None,
+    flops: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Operations a second of a rank, for that; 400T by default.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What a pipeline would do and cost; needs no weights and no accelerator."""
@@ -122,7 +129,10 @@ def plan_verb(
         from latentscan.runtime.source import resolve
         from latentscan.tools.plan import plan
 
-        data = plan(resolve(model), pipeline, batch=batch, seq=seq, train=train, explain=explain, mesh=mesh, step=step)
+        data = plan(
+            resolve(model), pipeline, batch=batch, seq=seq, train=train, explain=explain, mesh=mesh,
+            bandwidth=bandwidth, flops=flops, step=step,
+        )  # fmt: skip
     if as_json:
         print_json(data)
     else:

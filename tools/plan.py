@@ -9,6 +9,7 @@ import torch
 
 from latentscan import __version__
 from latentscan.ir.cost import Kind, Values, cache_bytes_per_token, cost_by_kind, peak_bytes
+from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import Graph
 from latentscan.ir.kept import training_bytes
 from latentscan.ir.mesh import Mesh, parse_mesh
@@ -30,7 +31,7 @@ from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.source import Source
 from latentscan.runtime.wrap import plan_of
 from latentscan.tools.fold import fold
-from latentscan.tools.plan_mesh import mesh_plan
+from latentscan.tools.plan_mesh import mesh_plan, rate
 
 SCHEMA = 1  # of the dict that `plan` returns; raised when a field changes its meaning or goes
 
@@ -44,6 +45,8 @@ def plan(
     train: bool = False,
     explain: bool = False,
     mesh: str | None = None,
+    bandwidth: str | None = None,
+    flops: str | None = None,
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """What a pipeline would do to a model, as plain data.
@@ -55,6 +58,8 @@ def plan(
         explain: every refusal and site on its own beside the folded ones.
         mesh: text such as ``tp=8``: the figures are those of its first rank, which has the largest share, and "mesh"
             tells the weights of every rank and the collectives. No process group is needed.
+        bandwidth, flops: bytes that leave a rank and operations that it does a second, such as ``450G`` and ``400T``:
+            "mesh" then has an estimate of what communication the ranks wait for.
         step: told what is being done.
 
     Returns:
@@ -74,6 +79,11 @@ def plan(
     """
     passes = parse(pipeline)
     planned = None if mesh is None else parse_mesh(mesh)
+    rates = {"bandwidth": rate(bandwidth, "bandwidth"), "flops": rate(flops, "flops")}
+    if planned is None and (bandwidth or flops):
+        raise PipelineError("bandwidth and flops are for a mesh", remedy="add --mesh tp=8, or leave them out")
+    if flops and not bandwidth:
+        raise PipelineError("flops without a bandwidth estimate nothing", remedy="add --bandwidth 450G")
     step("building the model on the meta device")
     model = source.on_meta()
     step("tracing")
@@ -123,7 +133,7 @@ def plan(
     }  # fmt: skip
     if planned is not None and untouched is not None:
         step("the other ranks")
-        result["mesh"] = mesh_plan(model, passes, planned, untouched)
+        result["mesh"] = mesh_plan(model, passes, planned, untouched, **rates)
     if explain:
         result["all_sites"] = [
             {"pass": r.name, "module": s.module, "rule": s.rule, "note": s.note} for r in records for s in r.sites

@@ -146,10 +146,11 @@ def _costs(data: dict[str, Any]) -> Group:
 
 def _mesh(mesh: dict[str, Any]) -> list[Table]:
     ranks = Table(title=f"mesh {mesh['mesh']}: weights of each rank")
-    for name in ("tp rank", "bytes", "split", "whole"):
+    for name in ("tp rank", "bytes", "split", "whole", "gradients", "AdamW"):
         ranks.add_column(name, justify="right")
+    columns = ("bytes", "split_bytes", "whole_bytes", "gradient_bytes", "optimizer_bytes")
     for row in mesh["ranks"]:
-        ranks.add_row(str(row["rank"]), *(bytes_text(row[k]) for k in ("bytes", "split_bytes", "whole_bytes")))
+        ranks.add_row(str(row["rank"]), *(bytes_text(row[k]) for k in columns))
     sends = Table(title="collectives of one call")
     for name in ("phase", "pass", "collective", "for", "axis"):
         sends.add_column(name)
@@ -158,7 +159,22 @@ def _mesh(mesh: dict[str, Any]) -> list[Table]:
     for row in mesh["collectives"]:
         words = (row["phase"], row["pass"], row["collective"], row["caller"], row["axis"])
         sends.add_row(*words, str(row["count"]), bytes_text(row["bytes_sent"]))
-    return [ranks, sends]
+    return [ranks, sends, *_estimate(mesh)]
+
+
+def _estimate(mesh: dict[str, Any]) -> list[Table]:
+    told = mesh.get("estimate")
+    if told is None:
+        return []
+    rates = f"{told['bandwidth'] / 1e9:g} GB/s, {told['flops'] / 1e12:g} TFLOP/s"
+    table = Table(title=f"what the first rank waits for, estimated at {rates}")
+    table.add_column("phase")
+    for name in ("computes", "sends", "waits", "hidden", "of its time"):
+        table.add_column(name, justify="right")
+    for name, row in told["phases"].items():
+        times = (f"{row[k] * 1e3:.3f} ms" for k in ("compute_s", "sending_s", "exposed_s"))
+        table.add_row(name, *times, f"{row['hidden']:.1%}", f"{row['exposed_share']:.1%}")
+    return [table]
 
 
 def _kinds(name: str, phase: dict[str, Any]) -> Table:

@@ -7,7 +7,9 @@ AOTAutograd makes, with sizes as plain numbers, so that what they compute and se
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +23,7 @@ from latentscan.ir.graph import VALUE, Graph
 from latentscan.ir.mesh import Axis, Mesh
 from latentscan.ir.ops.base import REGISTRY
 from latentscan.ir.ops.waiting import plain
+from latentscan.ir.order import check_order, ranks_to_try
 from latentscan.ir.sizes import expression
 from latentscan.lowering.checkpoint import outline_checkpoints
 from latentscan.lowering.places import name_groups
@@ -184,6 +187,40 @@ def _axis(start: fx.Node, mesh: Mesh) -> Axis:
 def _bytes(value: Any) -> int:
     tensors = value if isinstance(value, (tuple, list)) else (value,)
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def everywhere(graph: Graph, passes: Sequence[Pass], mesh: Mesh, phase: Phase, most: int = 4) -> dict[str, Any]:
+    """What ranks all over a mesh send in one step, and the check that they do so in the same order.
+
+    Args:
+        most: ranks to try along each axis; the first and last ones are among them.
+
+    Returns:
+        "ranks" that were tried (places by axis), and for forward and backward "collectives", "bytes_sent" (least and
+        most of a rank), "by_kind", and "between": computing nodes between start and wait, as traced and as scheduled.
+
+    Raises:
+        MeshError: two ranks would wait for each other for ever.
+    """
+    tried = [ranks_to_try(mesh, a.name, most) for a in mesh.axes]
+    found: dict[tuple[int, ...], list[tuple[str, list[Sent], Scheduled]]] = {}
+    for place in itertools.product(*tried):
+        with alone_in(mesh.at(**dict(zip((a.name for a in mesh.axes), place, strict=True)))) as here:
+            made = graphs_of(graph, passes, here, phase)
+            found[place] = [(name, sent(g, name, here), done) for name, g, done in made]
+    told: dict[str, Any] = {"ranks": [dict(zip((a.name for a in mesh.axes), p, strict=True)) for p in found]}
+    for index, (name, first, done) in enumerate(next(iter(found.values()))):
+        for axis in mesh.axes:
+            orders = {n: [s.key() for s in m[index][1] if s.axis == axis.name] for n, m in enumerate(found.values())}
+            check_order(orders, axis.name)
+        sums = [sum(s.bytes for s in m[index][1]) for m in found.values()]
+        told[name] = {
+            "collectives": len(first),
+            "bytes_sent": [min(sums), max(sums)],
+            "by_kind": dict(Counter(f"{s.name} {s.axis}" for s in first)),
+            "between": [sum(c.before for c in done.collectives), sum(c.after for c in done.collectives)],
+        }
+    return told
 
 
 @dataclass(frozen=True)

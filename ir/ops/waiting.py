@@ -58,11 +58,13 @@ def _resolve(group: str) -> Any:
     return distributed_c10d._resolve_process_group(group)
 
 
-def wait(x: Tensor, group: str, what: str) -> Tensor:
+def wait(x: Tensor, group: str, what: str, sent: Tensor | None = None) -> Tensor:
     """``x`` once the collective that makes it is done.
 
     Args:
         group: of the collective. what: its name.
+        sent: what it sends, where work runs in between: a device reads it until the wait, so nothing may take its
+            memory before (a start does not hold it).
 
     Raises:
         MeshError: the other ranks did not come in time, or one ended.

@@ -43,6 +43,7 @@ def test_a_llama_whose_heads_the_ranks_do_not_divide_equals_one_process(tmp_path
     total = whole[0]["held"][1]
     split = 2 * (72 * 72 * 2 + 72 * 24 * 2 + 3 * 72 * 97) + 2 * 128 * 72
     assert sum(mine) == total + (total - split)  # what is split is held once
+    assert [found["elements"] for found in whole] == [[n] * 3 for n in mine]  # parameters, gradients, momentum
     assert min(max(found["gradients"]) for found in dropped) > 100 * TOLERANCE
 
 
@@ -69,6 +70,27 @@ def test_five_steps_of_training_equal_one_process(world, families, sequence, tmp
         cases.append({**case, "pipeline": text, "steps": 5, "do": ["generate"]})
     for ranks in launch(world, cases, tmp_path, timeout=1800):
         check(ranks, steps=5)
+
+
+@pytest.mark.slow
+def test_overlap_changes_no_bit(tmp_path):
+    """Two steps with and without overlap-collectives, of lengths that two ranks do not divide: the same weights."""
+    cases = []
+    for case in (LLAMA, {"family": "deepseek_v3"}, {"family": "nemotron_h"}):
+        for text in ("tensor-parallel", "tensor-parallel,sequence-parallel"):
+            more = {"pipeline": f"{text},overlap-collectives{{growth=0.5}}", "against": text, "steps": 2}
+            cases.append({**case, **more, "do": ["generate"]})
+    for ranks in launch(2, cases, tmp_path, timeout=1800):
+        check(ranks, steps=2)
+        for found in ranks:
+            assert found["bits"]
+            forward, backward = found["scheduled"]
+            assert (forward["phase"], backward["phase"]) == ("forward", "backward")
+            for done in (forward, backward):
+                assert done["peak_after"] <= 1.5 * done["peak_before"]
+            sums = [c for c in backward["collectives"] if c["module"].endswith(("gate_proj", "q_proj"))]
+            assert sums
+            assert all(c["after"] > c["before"] == 0 for c in sums)  # the weights' gradients run beside them
 
 
 @pytest.mark.slow

@@ -145,12 +145,12 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     class Dropping(kept):  # type: ignore[valid-type, misc]
         """Counts the collectives of each graph, and leaves one out."""
 
-        def __init__(self, program: Any, *args: Any) -> None:
+        def __init__(self, program: Any, *args: Any, **more: Any) -> None:
             graph = program.forced(False).graph
             droppable.append(sum(n.target in collectives.COLLECTIVES for n in graph.nodes))
             if "drop" in case:
                 without(graph, case["drop"])
-            super().__init__(program, *args)
+            super().__init__(program, *args, **more)
 
     session_module.Executable = Dropping  # type: ignore[misc]
     try:
@@ -216,7 +216,10 @@ def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) 
     if not losses:
         return {}
     graph = session_of(model).graphs[0]  # type: ignore[union-attr]
+    mine = list(model.parameters())
+    states = [t for p in mine for t in optimizers[0].state[p].values() if isinstance(t, torch.Tensor)]
     return {
+        "elements": [sum(t.numel() for t in ts) for ts in (mine, [p.grad for p in mine if p.grad is not None], states)],
         "losses": losses,
         "gradients": gradients,
         "sites": [s.module for r in graph.records for s in r.sites],

@@ -10,7 +10,9 @@ import torch.distributed._functional_collectives
 from torch import fx
 
 from latentscan.ir.errors import VerifyError
+from latentscan.ir.ops.waiting import wait
 from latentscan.lowering import schedule
+from latentscan.lowering.overlap import guard_waits
 from latentscan.lowering.schedule import check_order, distances, is_start, is_wait, list_schedule, overlap, peak_bytes
 
 C10D = torch.ops._c10d_functional
@@ -153,6 +155,25 @@ def test_any_graph_keeps_its_dependencies_its_collectives_and_its_writes(data):
     before, after = distances(old), distances(new)
     assert list(filter(is_start, old)) == list(filter(is_start, new))
     assert before.keys() == after.keys()
+
+
+def test_what_is_sent_lives_until_the_wait():
+    """A GPU reads it until then. Seen on two H200: without this, memory that was taken again gave wrong gradients."""
+    graph = backward()
+    overlap(graph, "backward", growth=1.0)
+    peak = peak_bytes(list(graph.nodes))
+    assert guard_waits(graph) == 3
+    module = fx.GraphModule({}, graph)
+    lines = module.code.splitlines()
+    for node in graph.nodes:
+        if node.target is wait:
+            start, sent = node.args[0], node.args[3]
+            assert sent is start.args[0]
+            dropped = next(
+                i for i, line in enumerate(lines) if "; " in line and f" {sent.name} = " in line.split("; ", 1)[1]
+            )
+            assert f"{node.name} =" in lines[dropped]
+    assert peak >= 64 * 5
 
 
 # -- sabotage: the check catches an overlap pass that is wrong
