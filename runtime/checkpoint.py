@@ -166,7 +166,8 @@ def unsharded(plan: ModelPlan) -> ModelPlan:
     facts = {key: facts for key, facts in plan.facts.items() if key[0] not in PARALLEL}
     recipes = tuple(r for r in plan.recipes if not r.group)
     sources = {s for r in recipes for s in r.sources}
-    released = tuple(path for path in plan.released if path in sources)
+    parted = {s for r in plan.recipes if r.group for s in r.sources}  # which whole graphs read
+    released = tuple(path for path in plan.released if path in sources - parted)
     return ModelPlan(to_text(passes), facts, recipes, released)
 
 

@@ -110,6 +110,16 @@ def test_weights_are_saved_whole_loaded_and_given_back(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_low_rank_model_is_split_by_heads_and_saved_whole(tmp_path):
+    base = "mha-to-mla{rank=16,rope_dim=8},latent-cache,mla-absorb"
+    folder = f"{tmp_path}/model"
+    case = {"family": "llama", "base": base, "pipeline": f"{base},tensor-parallel", "steps": 2}
+    (ranks,) = launch(2, [{**case, "do": ["generate", f"convert:{folder}"]}], tmp_path)
+    check(ranks, steps=2)
+    assert all(found["converted"] < 1e-5 for found in ranks)
+
+
+@pytest.mark.slow
 def test_ranks_that_disagree_are_told(tmp_path):
     cases = [
         {**LLAMA, "rank_overrides": {"1": {"dtype": "bfloat16"}}},
