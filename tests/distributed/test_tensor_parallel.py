@@ -116,7 +116,10 @@ def test_a_low_rank_model_is_split_by_heads_and_saved_whole(tmp_path):
     case = {"family": "llama", "base": base, "pipeline": f"{base},tensor-parallel", "steps": 2}
     (ranks,) = launch(2, [{**case, "do": ["generate", f"convert:{folder}"]}], tmp_path)
     check(ranks, steps=2)
-    assert all(found["converted"] < 1e-5 for found in ranks)
+    for found in ranks:
+        assert found["converted"] < 1e-5
+        assert found["loaded_in_parts"] < 1e-5
+        assert found["same_parts"]
 
 
 @pytest.mark.slow

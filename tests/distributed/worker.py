@@ -244,6 +244,10 @@ def more(what: str, model: torch.nn.Module, one: torch.nn.Module, result: dict[s
         model.save_pretrained(what[8:])  # type: ignore[operator]
         with torch.no_grad():
             result["converted"] = distance(load(what[8:])(**given).logits, one(**given).logits)
+            parts = load(what[8:], mesh=f"tp={dist.get_world_size()}")
+            result["loaded_in_parts"] = distance(parts(**given).logits, one(**given).logits)
+        mine, theirs = dict(parts.named_parameters()), dict(model.named_parameters())
+        result["same_parts"] = mine.keys() == theirs.keys() and all(torch.equal(mine[n], p) for n, p in theirs.items())
     elif what.startswith("save:"):
         model.save_pretrained(what[5:])  # type: ignore[operator]
         plain = type(one).from_pretrained(what[5:])  # type: ignore[attr-defined]
