@@ -55,11 +55,12 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
             where="split_batch",
             remedy=f"give {rows + -rows % rows_axis.size} rows, those to fill up with labels of {IGNORED} only",
         )
-    batch = _counted(batch, rows, length, rows_axis.size)
+    tokens_apart = "cp" in (a.name for a in seen.axes)
+    batch = _counted(batch, rows, length, rows_axis.size, tokens_apart)
     share = rows // rows_axis.size
     mine = slice(rows_axis.rank * share, (rows_axis.rank + 1) * share)
     batch = {k: _rows(v, rows, length, mine) for k, v in batch.items()} if rows_axis.size > 1 else dict(batch)
-    if {"dp", "cp"} & {a.name for a in seen.axes} == {"dp"}:
+    if not tokens_apart and "dp" in (a.name for a in seen.axes):
         return batch
     rows = share
     whole = dict(batch)
@@ -79,15 +80,19 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
     return {k: _cut(v, length, part) for k, v in whole.items()}
 
 
-def _counted(batch: dict[str, Any], rows: int, length: int, ranks: int) -> dict[str, Any]:
-    """The batch with the number of trained tokens a rank of ``dp``, before it is cut."""
+def _counted(batch: dict[str, Any], rows: int, length: int, ranks: int, borders: bool) -> dict[str, Any]:
+    """The batch with the number of trained tokens a rank of ``dp``, before it is cut.
+
+    Args:
+        borders: labels behind the end of a packed sequence are left out, as they are along ``cp`` (models do not).
+    """
     count = batch.get("num_items_in_batch")
     if ranks == 1 or (count is None and batch.get("labels") is None and batch.get("shift_labels") is None):
         return batch
     if count is None:
         moved = batch.get("shift_labels")
         if moved is None:
-            moved = shifted(batch["labels"], numbered(dict(batch), rows, length))
+            moved = shifted(batch["labels"], numbered(dict(batch), rows, length) if borders else None)
         count = (moved != IGNORED).sum()
     return {**batch, "num_items_in_batch": count / ranks}
 

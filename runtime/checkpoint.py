@@ -7,6 +7,7 @@ they are.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
@@ -19,19 +20,22 @@ from typing import Any
 import torch
 
 from latentscan import __version__
-from latentscan.ir.errors import CheckpointError, LatentscanError
+from latentscan.ir.errors import CheckpointError, LatentscanError, MeshError
 from latentscan.ir.frontends import register_all
+from latentscan.ir.mesh import Mesh
 from latentscan.ir.weights import Recipe
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, parse, run, to_text
 from latentscan.runtime.atomic import check_writable, files_in, replaced_directory
 from latentscan.runtime.door import install
-from latentscan.runtime.mesh import PARALLEL, one_writes
+from latentscan.runtime.materialise import materialise
+from latentscan.runtime.mesh import PARALLEL, SEQUENCE, bind_mesh, check_alike, device_for, one_writes
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import SaveHook, bury, get, make_parameters, place, release, tombstone
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.session import Session
 from latentscan.runtime.source import MARKER, one_line, quiet
+from latentscan.runtime.stored import INDEX, SINGLE, Stored
 from latentscan.runtime.tiny import choose_experts
 from latentscan.runtime.wrap import plan_of, planning_graph
 
@@ -43,7 +47,6 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -162,11 +165,13 @@ def gathered_state(session: Session) -> dict[str, torch.Tensor]:
 
 def unsharded(plan: ModelPlan) -> ModelPlan:
     """The plan as it would be in one process: what is saved is whole."""
-    passes = [p for p in parse(plan.pipeline) if p.name not in PARALLEL]
-    facts = {key: facts for key, facts in plan.facts.items() if key[0] not in PARALLEL}
+    over_ranks = PARALLEL + SEQUENCE
+    passes = [p for p in parse(plan.pipeline) if p.name not in over_ranks]
+    facts = {key: facts for key, facts in plan.facts.items() if key[0] not in over_ranks}
     recipes = tuple(r for r in plan.recipes if not r.group)
     sources = {s for r in recipes for s in r.sources}
-    released = tuple(path for path in plan.released if path in sources)
+    parted = {s for r in plan.recipes if r.group for s in r.sources}  # which whole graphs read
+    released = tuple(path for path in plan.released if path in sources - parted)
     return ModelPlan(to_text(passes), facts, recipes, released)
 
 
@@ -182,33 +187,37 @@ def written_files(folder: Path) -> frozenset[str]:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load(directory: Any, *, target: str = "auto", inductor: Any = "auto") -> torch.nn.Module:
+def load(
+    directory: Any, *, mesh: Any = None, parallel: str = "tensor-parallel", target: str = "auto", inductor: Any = "auto"
+) -> torch.nn.Module:
     """A wrapped model from a directory that a wrapped model's ``save_pretrained`` (or ``convert``) wrote.
 
     Weights are read once, straight to their places; what the directory holds in rewritten form is not made again.
 
     Args:
+        mesh: as in :func:`latentscan.wrap`; each rank then reads its part only.
+        parallel: with a mesh: the passes that split over it, which are added to those of the directory.
         target, inductor: as in :func:`latentscan.wrap`.
 
     Returns:
         the wrapped model in evaluation mode, in the dtype that it was saved in.
 
     Raises:
+        MeshError: the mesh does not fit the ranks or the model.
         CheckpointError: the directory is missing, incomplete, damaged, of a newer latentscan, or does not fit the plan
         that this version makes for the model.
     """
     folder = Path(directory)
     told = read_description(folder)
     stored = tensors_in(folder)
-    options = Options.of({"pipeline": told["plan"]["pipeline"], "target": target, "inductor": inductor})
+    words = ",".join(w for w in (told["plan"]["pipeline"], parallel if mesh is not None else "") if w)
+    options = Options.of({"pipeline": words, "target": target, "inductor": inductor, "mesh": mesh})
     kind, config = _kind_and_config(folder, told)
-    plan, values = _plan_again(folder, told, kind, config, options)
-    kept = tuple(r for r in plan.recipes if all(t in stored for t in r.targets))
+    if mesh is not None:
+        return _load_parts(folder, told, stored, kind, config, options)
+    plan, values = _plan_again(folder, told, _skeleton(folder, kind, config), options)
+    kept = _kept(folder, plan, stored)
     again = tuple(r for r in plan.recipes if r not in kept)
-    for recipe in again:
-        if recipe.inverse is None:
-            gone = sorted(t for t in recipe.targets if t not in stored)
-            raise CheckpointError(f"lacks the weight {gone[0]}", where=str(folder), remedy="convert the model again")
     model = _read(folder, kind, config, kept, plan, values)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if stored.get(name, tensor.dtype) != tensor.dtype:  # the library keeps some in fp32 whatever was saved
@@ -221,6 +230,42 @@ def load(directory: Any, *, target: str = "auto", inductor: Any = "auto") -> tor
     session.source = told.get("source")
     install(model, session)
     return model.eval()
+
+
+def _kept(folder: Path, plan: ModelPlan, stored: dict[str, torch.dtype]) -> tuple[Recipe, ...]:
+    """The recipes whose results are stored; those of the others must be such as can be made again."""
+    kept = tuple(r for r in plan.recipes if not r.group and all(t in stored for t in r.targets))
+    for recipe in plan.recipes:
+        if recipe not in kept and recipe.inverse is None:
+            gone = sorted(t for t in recipe.targets if t not in stored)
+            raise CheckpointError(f"lacks the weight {gone[0]}", where=str(folder), remedy="convert the model again")
+    return kept
+
+
+def _load_parts(
+    folder: Path, told: dict[str, Any], stored: dict[str, torch.dtype], kind: Any, config: Any, options: Options
+) -> torch.nn.Module:
+    """The model as a rank of a mesh holds it."""
+    model = _skeleton(folder, kind, config)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(stored.get(name, tensor.dtype))
+    mesh = bind_mesh(options.mesh, model)
+    assert mesh is not None
+    check_alike(mesh, model, options.pipeline)
+    plan, values = _plan_again(folder, told, model, options, mesh)
+    new = {
+        path: torch.empty(tuple(values[path].shape), dtype=stored[path], device="meta")
+        for recipe in _kept(folder, plan, stored)
+        for path in recipe.targets
+    }
+    with contextlib.closing(Stored(folder, model, new)) as files:
+        materialise(model, plan, files, device_for(options.mesh, model), new)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(str(folder))
+    session = Session(model, parse(options.pipeline), plan, options, mesh)
+    session.source = told.get("source")
+    install(model, session)
+    return model
 
 
 def read_description(folder: Path) -> dict[str, Any]:
@@ -260,8 +305,8 @@ def tensors_in(folder: Path) -> dict[str, torch.dtype]:
     Raises:
         CheckpointError: a file is missing, truncated or not of this format.
     """
-    files = [folder / _SINGLE]
-    if (index := folder / _INDEX).is_file():
+    files = [folder / SINGLE]
+    if (index := folder / INDEX).is_file():
         try:
             files = [
                 folder / name
@@ -318,20 +363,32 @@ def _facts(plan: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(site["pass"], site["module"]): dict(site["facts"]) for site in plan["sites"]}
 
 
+def _skeleton(folder: Path, kind: Any, config: Any) -> Any:
+    """The model in evaluation mode on the meta device."""
+    try:
+        with quiet(), torch.device("meta"):
+            model = kind._from_config(config).eval()
+    except Exception as error:
+        raise CheckpointError(
+            f"the configuration makes no model: {type(error).__name__}: {one_line(error)}", where=str(folder),
+            remedy="copy the directory again",
+        ) from error  # fmt: skip
+    choose_experts(model)
+    return model
+
+
 def _plan_again(
-    folder: Path, told: dict[str, Any], kind: Any, config: Any, options: Options
+    folder: Path, told: dict[str, Any], skeleton: torch.nn.Module, options: Options, mesh: Mesh | None = None
 ) -> tuple[ModelPlan, dict[str, torch.Tensor]]:
     """The plan, made on the meta device with the stored decisions, and the fake values of the new weights."""
     register_all()
     passes = parse(options.pipeline)
     try:
-        with quiet(), torch.device("meta"):
-            skeleton = kind._from_config(config).eval()
-        choose_experts(skeleton)
-        context = Context(facts=_facts(told["plan"]), own_parameters=True, meta=True)
-        program = run(planning_graph(skeleton), passes, context)
+        context = Context(facts=_facts(told["plan"]), own_parameters=True, meta=True, mesh=mesh)
+        cached = not any(p.name in SEQUENCE for p in passes)
+        program = run(planning_graph(skeleton, cached=cached), passes, context)
         plan = plan_of(program, to_text(passes))
-    except CheckpointError:
+    except (CheckpointError, MeshError):
         raise
     except LatentscanError as error:
         raise CheckpointError(
@@ -339,7 +396,7 @@ def _plan_again(
             where=str(folder / MARKER),
             remedy="convert the model again",
         ) from error
-    have = json.loads(json.dumps(plan.to_json()))
+    have = json.loads(json.dumps(unsharded(plan).to_json()))
     if have != told["plan"]:
         raise CheckpointError(
             f"the stored plan is not the one made now: {_difference(told['plan'], have)}", where=str(folder / MARKER),

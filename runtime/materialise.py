@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from latentscan.ir.errors import CheckpointError
 from latentscan.ir.weights import Recipe
-from latentscan.runtime.own import get, place, release
+from latentscan.runtime.own import bury, get, place, release, tombstone
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.stored import Stored
 
@@ -19,11 +19,20 @@ def is_empty(model: torch.nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def materialise(model: torch.nn.Module, plan: ModelPlan, stored: Stored, device: torch.device) -> None:
+def materialise(
+    model: torch.nn.Module,
+    plan: ModelPlan,
+    stored: Stored,
+    device: torch.device,
+    new: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Fill a model on the meta device: new weights by the plan's recipes, the others as they are stored. All or none.
 
     A rank's part of a weight is read as that part. Sources that a recipe changes otherwise are held while their own
     new weights are made, and no longer.
+
+    Args:
+        new: new weights of the plan that are stored as they are, and are not made again: by name, on the meta device.
 
     Raises:
         CheckpointError: weights are missing or of another shape, or a buffer that is not stored is not known to the
@@ -32,7 +41,7 @@ def materialise(model: torch.nn.Module, plan: ModelPlan, stored: Stored, device:
     modules = list(model.modules())
     before = [(m, dict(m._parameters), dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules]
     try:
-        _Filling(model, plan, stored, device).run()
+        _Filling(model, plan, stored, device, new or {}).run()
     except BaseException:
         for module, parameters, buffers, names in before:
             module._parameters.clear(), module._parameters.update(parameters)
@@ -42,9 +51,13 @@ def materialise(model: torch.nn.Module, plan: ModelPlan, stored: Stored, device:
 
 
 class _Filling:
-    def __init__(self, model: Any, plan: ModelPlan, stored: Stored, device: torch.device) -> None:
-        self.model, self.plan, self.stored, self.device = model, plan, stored, device
-        self.makers = {target: recipe for recipe in plan.recipes for target in recipe.targets}
+    def __init__(
+        self, model: Any, plan: ModelPlan, stored: Stored, device: torch.device, new: Mapping[str, torch.Tensor]
+    ) -> None:
+        self.model, self.plan, self.stored, self.device, self.new = model, plan, stored, device, new
+        self.kept = [r for r in plan.recipes if all(t in new for t in r.targets)]
+        recipes = [r for r in plan.recipes if r not in self.kept]
+        self.makers = {target: recipe for recipe in recipes for target in recipe.targets}
         self.readers: dict[str, int] = {}  # how many recipes are still to read a weight that one of them made
         for recipe in plan.recipes:
             for source in recipe.sources:
@@ -57,8 +70,16 @@ class _Filling:
     def run(self) -> None:
         whole = dict(self.model.named_parameters())
         self.check(whole)
+        for path, like in self.new.items():
+            module, name = place(self.model, path)
+            if path in self.plan.released:
+                bury(self.model, path, tombstone(like.shape, like.dtype, self.device))
+            else:
+                value = torch.nn.Parameter(self.stored.read(path, like, self.device), like.is_floating_point())
+                module.register_parameter(name, value)
         for recipe in self.plan.recipes:
-            self.make(recipe, whole)
+            if recipe not in self.kept:
+                self.make(recipe, whole)
         old = [s for s in self.plan.released if s in {n for names in self.names.values() for n in names}]
         release(self.model, old, self.device)
         for name, parameter in list(self.model.named_parameters()):
@@ -71,7 +92,8 @@ class _Filling:
         return next((n for n in self.names.get(id(parameter), [name]) if n in self.stored), name)
 
     def check(self, whole: dict[str, torch.nn.Parameter]) -> None:
-        missing = [n for n, p in whole.items() if self.stored_name(n, p) not in self.stored]
+        gone = {s for r in self.kept for s in r.sources} & set(self.plan.released)
+        missing = [n for n, p in whole.items() if n not in gone and self.stored_name(n, p) not in self.stored]
         persistent = {n for n in self.model.state_dict() if n not in whole}
         aliases = {n for names in self.names.values() for n in names}
         missing += sorted(n for n in persistent - aliases if n not in self.stored)
@@ -101,7 +123,10 @@ class _Filling:
             ]
             with torch.no_grad():
                 values = recipe.function(*given)
-        trains = any(p.requires_grad for p in like)
+        trains = any(
+            p.requires_grad or (s in self.new and p.is_floating_point())
+            for s, p in zip(recipe.sources, like, strict=True)
+        )
         for path, value in zip(recipe.targets, values, strict=True):
             module, name = place(self.model, path)
             own = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
@@ -113,6 +138,8 @@ class _Filling:
                 release(self.model, [source])
 
     def source(self, path: str, whole: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+        if path in self.new:
+            return self.new[path]
         return get(self.model, path) if path in self.makers or path not in whole else whole[path]
 
     def put(self, name: str, value: torch.Tensor, old: torch.nn.Parameter) -> None:

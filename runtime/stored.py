@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class Stored:
         folder: holds ``model.safetensors``, or several files and their index.
         model: whose names are wanted, on any device. Where the library stores a weight in several tensors (experts) or
             under another name, its own table says so.
+        more: names of stored weights that are no names of the model's yet.
 
     Attributes:
         bytes_read: what was read of the files so far, headers left out.
@@ -73,11 +74,11 @@ class Stored:
         CheckpointError: a file is missing or damaged, or lacks weights of the model.
     """
 
-    def __init__(self, folder: Any, model: torch.nn.Module) -> None:
+    def __init__(self, folder: Any, model: torch.nn.Module, more: Iterable[str] = ()) -> None:
         self.folder, self.bytes_read = Path(folder), 0
         self._open: dict[Path, Any] = {}
         leaves = {name: leaf for path in self._files() for name, leaf in self._leaves(path).items()}
-        self._weights = _by_model_names(leaves, model, self.folder)
+        self._weights = _by_model_names(leaves, model, more, self.folder)
 
     def _files(self) -> list[Path]:
         if not self.folder.is_dir():
@@ -187,9 +188,9 @@ class Stored:
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def _by_model_names(leaves: dict[str, Leaf], model: Any, folder: Path) -> dict[str, Leaf | Joined]:
+def _by_model_names(leaves: dict[str, Leaf], model: Any, more: Iterable[str], folder: Path) -> dict[str, Leaf | Joined]:
     """What is stored, by the model's names."""
-    wanted = dict(model.state_dict(keep_vars=True))
+    wanted = {**dict.fromkeys(more, True), **model.state_dict(keep_vars=True)}
     found: dict[str, Leaf | Joined] = {name: leaf for name, leaf in leaves.items() if name in wanted}
     rest = [name for name in leaves if name not in wanted]
     if not rest:

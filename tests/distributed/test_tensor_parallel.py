@@ -48,7 +48,7 @@ def test_a_llama_whose_heads_the_ranks_do_not_divide_equals_one_process(tmp_path
 
 
 CONVERTED: dict[str, Any] = {
-    **LLAMA, "pipeline": "mha-to-mla,tensor-parallel", "reference": "mha-to-mla",
+    **LLAMA, "pipeline": "mha-to-mla,tensor-parallel", "base": "mha-to-mla",
 }  # fmt: skip
 ATTENTION: list[dict[str, Any]] = [
     LLAMA, {"family": "qwen2"}, {"family": "qwen3"}, {"family": "deepseek_v3"}, CONVERTED,
@@ -123,6 +123,19 @@ def test_weights_are_saved_whole_loaded_and_given_back(tmp_path):
             assert found["loaded"] == 0
             assert found["odd"] == []
             assert found["unwrapped"] == 0
+
+
+@pytest.mark.slow
+def test_a_low_rank_model_is_split_by_heads_and_saved_whole(tmp_path):
+    base = "mha-to-mla{rank=16,rope_dim=8},latent-cache,mla-absorb"
+    folder = f"{tmp_path}/model"
+    case = {"family": "llama", "base": base, "pipeline": f"{base},tensor-parallel", "steps": 2}
+    (ranks,) = launch(2, [{**case, "do": ["generate", f"convert:{folder}"]}], tmp_path)
+    check(ranks, steps=2)
+    for found in ranks:
+        assert found["converted"] < 1e-5
+        assert found["loaded_in_parts"] < 1e-5
+        assert found["same_parts"]
 
 
 @pytest.mark.slow

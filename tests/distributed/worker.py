@@ -5,12 +5,13 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     family, overrides   of the tiny model
     pipeline            what it is wrapped with; tensor-parallel alone if left out
     mesh                ``tp=<world>`` if left out
+    base                what the one process is wrapped with, the first passes of pipeline; calibrated on the same tokens
     steps               optimiser steps (default 1)
-    reference           what the one process is wrapped with (default: not wrapped); its passes come first in pipeline
     against             another pipeline on the same mesh, whose weights after the steps must be the same bits
     drop                leave out the collective of this number in the training graph (sabotage)
     weights             a folder: the first rank saves the model there, and every rank wraps it from the meta device
-    do                  more to do afterwards: "generate", "save:<folder>", "unwrap", "load", "nll", "mismatch"
+    do                  more to do afterwards: "generate", "save:<folder>", "convert:<folder>", "unwrap", "load",
+                        "nll", "mismatch"
     rank_overrides      {rank: overrides of that rank alone} for ranks that do not agree
 """
 
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from latentscan.ir.errors import LatentscanError
 from latentscan.ir.ops import collectives
 from latentscan.runtime import session as session_module
+from latentscan.runtime.checkpoint import load
 from latentscan.runtime.door import session_of
 from latentscan.runtime.source import resolve
 from latentscan.runtime.stored import Stored
@@ -103,8 +105,7 @@ def gathered(model: torch.nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     """Values by the names of the wrapped model, whole and by their original names. Communicates."""
     values = dict(values)
     for recipe in reversed(session_of(model).plan.recipes):  # type: ignore[union-attr]
-        if recipe.group and all(values.get(t) is not None for t in recipe.targets):
-            assert recipe.inverse is not None
+        if recipe.inverse is not None and all(values.get(t) is not None for t in recipe.targets):
             made = recipe.inverse(*[values.pop(t) for t in recipe.targets])
             values.update(zip(recipe.sources, made, strict=True))
     return values
@@ -133,12 +134,14 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     held = sum(p.numel() for p in one.parameters())
     pipeline, mesh = case.get("pipeline", "tensor-parallel"), case.get("mesh", f"tp={world}")
     read: dict[str, Any] = {}
-    if "weights" in case:
+    if "base" in case:
+        given = {"calibration": tokens(4, 32, 5)} if "rank=" in case["base"] else {}
+        model = wrap(copy.deepcopy(one), pipeline, mesh=mesh, **given)
+        one = wrap(one, case["base"], **given)
+    elif "weights" in case:
         model = from_disk(one, case["weights"], rank, pipeline, mesh, read)
     else:
         model = wrap(copy.deepcopy(one), pipeline, mesh=mesh)
-    if "reference" in case:
-        wrap(one, case["reference"])
     kept = session_module.Executable
     droppable = []
 
@@ -210,7 +213,8 @@ def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) 
             loss.backward()
         losses.append(abs(float(found[0].detach() - found[1].detach())))
         mine = gathered(model, {n: p.grad for n, p in model.named_parameters()})
-        gradients.append(worst(mine, {n: p.grad for n, p in one.named_parameters()}))
+        theirs = {n: p.grad for n, p in one.named_parameters()}
+        gradients.append(worst(mine, theirs if session_of(one) is None else gathered(one, theirs)))
         for optimizer in optimizers:
             optimizer.step()
     if not losses:
@@ -257,6 +261,14 @@ def more(what: str, model: torch.nn.Module, one: torch.nn.Module, result: dict[s
     elif what == "mismatch":
         length = 11 + rank  # every rank has another one
         model(tokens(2, length), use_cache=False)
+    elif what.startswith("convert:"):
+        model.save_pretrained(what[8:])  # type: ignore[operator]
+        with torch.no_grad():
+            result["converted"] = distance(load(what[8:])(**given).logits, one(**given).logits)
+            parts = load(what[8:], mesh=f"tp={dist.get_world_size()}")
+            result["loaded_in_parts"] = distance(parts(**given).logits, one(**given).logits)
+        mine, theirs = dict(parts.named_parameters()), dict(model.named_parameters())
+        result["same_parts"] = mine.keys() == theirs.keys() and all(torch.equal(mine[n], p) for n, p in theirs.items())
     elif what.startswith("save:"):
         model.save_pretrained(what[5:])  # type: ignore[operator]
         plain = type(one).from_pretrained(what[5:])  # type: ignore[attr-defined]
