@@ -10,7 +10,7 @@ from typing import Any
 
 
 def launch(
-    world: int, cases: list[dict[str, Any]], folder: Path, *, timeout: float = 900
+    world: int, cases: list[dict[str, Any]], folder: Path, *, timeout: float = 900, worker: str = "worker"
 ) -> list[list[dict[str, Any]]]:
     """Run cases (see :mod:`worker`) one after the other on ``world`` processes.
 
@@ -18,7 +18,7 @@ def launch(
         for each case what each rank found.
     """
     result = folder / "result.json"
-    command = [sys.executable, "-m", "latentscan.tests.distributed.worker"]
+    command = [sys.executable, "-m", f"latentscan.tests.distributed.{worker}"]
     workers = [
         subprocess.Popen(
             [*command, str(rank), str(world), str(folder / "rendezvous"), str(result), json.dumps(cases)],

@@ -102,7 +102,8 @@ def summary(found: dict[str, Any]) -> list[str]:
     counts = [
         f"{sum(k['ok'] for k in found['kernels'])} of {len(found['kernels'])} compilations pass",
         f"{sum(c['right'] for c in found['controls'])} of {len(found['controls'])} controls are right",
-        f"{sum(c['ok'] for c in found['numerics'])} of {len(found['numerics'])} runs agree with fp64 ({worst:.1e} at most)",
+        f"{sum(c['ok'] for c in found['numerics'])} of {len(found['numerics'])} runs agree with fp64 "
+        f"({worst:.1e} at most)",
         f"lint {'is silent' if not found['lint'] else 'fails'}",
     ]
     return [*lines, f"ascend check: {'; '.join(counts)}; {found['compiled']} compiled, {found['seconds']} s. {SAID}"]
