@@ -82,13 +82,18 @@ def emit(
     step("tracing")
     for traced in traced_phases(model, batch=batch, seq=seq, train=train):
         program = run(traced.graph, passes, Context(own_parameters=True, meta=True), strict=False)
-        graph = program.graph if program.graph is not None else traced.graph
-        name = "-".join(phase.name for phase in traced.phases)
-        sites += [{"graph": name, **site} for site in _sites(graph, chip, batch, seq)]
-        graphs[f"graph/{name}.txt"] = graph_text(graph) + "\n"
-        lowered = graph.copy()
-        lower(lowered, "ascend")
-        graphs[f"graph/{name}-lowered.txt"] = graph_text(lowered) + "\n"
+        phases = "-".join(phase.name for phase in traced.phases)
+        forms = {phases: program}
+        if program.choice is not None:
+            forms = {f"{phases}-{form}": program.forced(form == "absorb") for form in ("absorb", "expand")}
+        for name, form in forms.items():
+            graph = form.graph
+            assert graph is not None
+            sites += [{"graph": name, **site} for site in _sites(graph, chip, batch, seq)]
+            graphs[f"graph/{name}.txt"] = graph_text(graph) + "\n"
+            lowered = graph.copy()
+            lower(lowered, "ascend")
+            graphs[f"graph/{name}-lowered.txt"] = graph_text(lowered) + "\n"
     shapes = _shapes(sites)
     index = {
         "schema": SCHEMA, "latentscan": __version__, "model": source.text, "pipeline": to_text(passes), "chip": chip,
@@ -219,22 +224,22 @@ done
 
 
 def _readme(index: dict[str, Any]) -> str:
-    rows: dict[tuple[str, str], int] = {}
+    rows: dict[tuple[str, str, str], int] = {}
     for site in index["sites"]:
-        key = (site["op"], site["kernel"] + (f": {site['why']}" if "why" in site else ""))
+        key = (site["graph"], site["op"], site["kernel"] + (f": {site['why']}" if "why" in site else ""))
         rows[key] = rows.get(key, 0) + 1
-    table = "\n".join(f"| {op} | {count} | {kernel} |" for (op, kernel), count in rows.items())
+    table = "\n".join(f"| {graph} | {op} | {count} | {kernel} |" for (graph, op, kernel), count in rows.items())
     return f"""# {index["model"]} for Ascend {index["chip"]}
 
 Made by latentscan {index["latentscan"]}. {NOTE} What was checked instead is told in its docs/ascend.md.
 
 - `graph/`: the model after the passes, before and after the lowering.
 - `triton/`: the Triton kernels and their host code, as in the package; `tilings.json`: every site with its tiles.
-- `ascendc/`: the chunk scan's forward and the decode step as AscendC for each shape, with the plan of launches (JSON)
-  and the tiling data (64-bit little-endian words) for batch {index["batch"]} and {index["seq"]} tokens.
+- `ascendc/`, if there is a scan: its forward and the decode step as AscendC for each shape, with the plan of launches
+  (JSON) and the tiling data (64-bit little-endian words) for batch {index["batch"]} and {index["seq"]} tokens.
 - `build.sh`: builds the AscendC kernels where CANN is.
 
-| op | sites | kernel |
-|---|---|---|
+| graph | op | sites | kernel |
+|---|---|---|---|
 {table}
 """
