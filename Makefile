@@ -20,7 +20,7 @@ INSTALL := $(PIP) install --quiet -c constraints.txt $(PIP_ARGS)
 # Nothing is fetched from a model hub.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help install demo test test-slow test-device lint ruff mypy format packages clean
+.PHONY: help install demo test test-slow test-device check-ascend lint ruff mypy format packages clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -39,6 +39,12 @@ test-slow: $(STAMP)
 ## make test-device  the tests for an accelerator (skipped, with the reason, where there is none)
 test-device: $(STAMP)
 	$(BIN)/pytest -m device $(ARGS)
+
+## make check-ascend the Ascend kernels by the vendor's own compiler, in an environment of its own; no NPU is needed
+# Status 3: its packages cannot be had here. Then it was not run, which is neither passed nor failed.
+check-ascend: $(STAMP)
+	@$(BIN)/python -I -m latentscan.tools.ascend_check --env .venv-ascend $(foreach a,$(PIP_ARGS),--pip-arg=$(a)) $(ARGS) \
+	  || { status=$$?; [ $$status -eq 3 ] && echo "check-ascend: NOT RUN (neither passed nor failed)"; [ $$status -eq 3 ]; }
 
 ## make lint         ruff and mypy
 lint: ruff mypy
@@ -76,4 +82,4 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 
 ## make clean        remove .venv and what was built
 clean:
-	rm -rf $(VENV) build dist latentscan.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ascend build dist latentscan.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,11 @@ from latentscan.ir.graph import Graph
 from latentscan.ir.sizes import same
 
 # target -> module whose ``KERNELS`` maps an op's name to ``lower(graph, node) -> new node or None``
-TARGETS: dict[str, str] = {"reference": "latentscan.lowering.reference", "triton": "latentscan.lowering.triton"}
+TARGETS: dict[str, str] = {
+    "reference": "latentscan.lowering.reference",
+    "triton": "latentscan.lowering.triton",
+    "ascend": "latentscan.lowering.ascend",
+}
 
 TRITON = importlib.util.find_spec("triton") is not None
 
@@ -27,12 +31,20 @@ def resolve_target(target: str, device: Any = None) -> str:
     Raises:
         PipelineError: unknown target, or one that the device cannot run.
     """
+    if target == "auto" and device == "npu":
+        from latentscan.lowering.npu import missing
+
+        return "reference" if missing() else "ascend"
     if target == "auto":
         return "triton" if device == "cuda" and TRITON else "reference"
     if target not in TARGETS:
         raise PipelineError(
             f"there is no lowering to target {target!r} yet", remedy=f"use one of: auto, {', '.join(TARGETS)}"
         )
+    if target == "ascend":
+        from latentscan.lowering.npu import require
+
+        require(device)
     if target == "triton" and not TRITON:
         raise PipelineError("target=triton needs Triton, which is not installed", remedy="install triton")
     if target == "triton" and device not in (None, "cuda"):

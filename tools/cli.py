@@ -288,6 +288,40 @@ def diff_verb(
     typer.echo(diff(str(folder), name))
 
 
+@app.command("emit")
+def emit_verb(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", help="The folder: one that does not exist, or that emit made.")],
+    target: Annotated[str, typer.Option(help="What is emitted for: ascend.")] = "ascend",
+    pipeline: Pipeline = "",
+    chip: Annotated[str, typer.Option(help="910B3 or 950.")] = "910B3",
+    seq: Annotated[int, typer.Option(min=2, help="Tokens a row, which launches are counted for.")] = 32768,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    train: Annotated[bool, typer.Option("--train", help="A training step instead of prefill and decode.")] = False,
+    dtype: Annotated[str, typer.Option(help="float16 or bfloat16; the model's by default.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Graph, kernels, tilings and build script for a target; needs no weights and no accelerator."""
+    from latentscan.ir.errors import PipelineError
+    from latentscan.passes.pipeline import parse
+
+    if target != "ascend":
+        raise PipelineError(f"nothing is emitted for target {target!r}", remedy="use --target ascend")
+    parse(pipeline)
+    with progress("emitting") as step:
+        from latentscan.runtime.source import resolve
+        from latentscan.tools.emit import NOTE, check_out, emit
+
+        check_out(out)
+        told = emit(
+            resolve(model), out, pipeline=pipeline, batch=batch, seq=seq, train=train, chip=chip, dtype=dtype, step=step
+        )
+    if as_json:
+        print_json(told)
+    else:
+        stdout().print(f"{out / 'README.md'}\n{NOTE}", highlight=False)
+
+
 def _add_bench() -> None:
     from latentscan.tools.bench import app as bench
 

@@ -177,8 +177,11 @@ class DecodeTiles:
     def footprint(self) -> Footprint:
         """What the kernel needs."""
         h, t, c, r = self.heads, self.keys, self.latent, self.rope
+        # The keys come by way of the unified buffer, since they are masked: two buffers of them, sums and scores.
         return Footprint(
-            ub=12 * h * c + 24 * h * t, l1=2 * (2 * t * (c + r) + h * (c + r) + h * t), l0c=4 * h * max(c, t)
+            ub=4 * t * (c + r) + 12 * h * c + 24 * h * t,
+            l1=2 * (2 * t * (c + r) + h * (c + r) + h * t),
+            l0c=4 * h * max(c, t),
         )
 
 
@@ -189,7 +192,7 @@ DECODE = {
         (c, r): next(
             (
                 tiles
-                for heads, keys in ((32, 128), (16, 128), (16, 64), (16, 32))
+                for heads, keys in ((32, 128), (32, 64), (16, 128), (16, 64), (16, 32))
                 if (tiles := DecodeTiles(heads, keys, c, r)).footprint().excess(chip) is None
             ),
             None,

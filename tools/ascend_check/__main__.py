@@ -56,13 +56,8 @@ def check(tools: Toolchain, chips: list[str], jobs: int, match: str, progress: P
                  "ok": verdict.ok, "buffers": verdict.buffers, "errors": list(verdict.errors)}
             )  # fmt: skip
             progress.advance(bar)
-    found["ok"] = not found["lint"] and all(
-        [
-            *(c["right"] for c in found["controls"]),
-            *(k["ok"] for k in found["kernels"]),
-            *(n["ok"] for n in found["numerics"]),
-        ]
-    )
+    passed = [c["right"] for c in found["controls"]] + [e["ok"] for e in found["kernels"] + found["numerics"]]
+    found["ok"] = not found["lint"] and all(passed)
     found["compiled"], found["seconds"] = tools.compiled, round(time.monotonic() - started, 1)
     return found
 
@@ -82,8 +77,13 @@ def _run(tools: Toolchain, case: Case) -> dict[str, Any]:
         return {"name": case.name, "ok": False, "error": str(error), "errors": {}, "tolerance": case.tolerance}
     worst = max(errors.values())
     ok = worst <= case.tolerance
-    error = "" if ok else "beyond the tolerance"
-    return {"name": case.name, "ok": ok, "error": error, "errors": errors, "tolerance": case.tolerance}
+    return {
+        "name": case.name,
+        "ok": ok,
+        "error": "" if ok else "beyond the tolerance",
+        "errors": errors,
+        "tolerance": case.tolerance,
+    }
 
 
 def summary(found: dict[str, Any]) -> list[str]:
@@ -102,7 +102,8 @@ def summary(found: dict[str, Any]) -> list[str]:
     counts = [
         f"{sum(k['ok'] for k in found['kernels'])} of {len(found['kernels'])} compilations pass",
         f"{sum(c['right'] for c in found['controls'])} of {len(found['controls'])} controls are right",
-        f"{sum(c['ok'] for c in found['numerics'])} of {len(found['numerics'])} runs agree with fp64 (worst {worst:.1e})",
+        f"{sum(c['ok'] for c in found['numerics'])} of {len(found['numerics'])} runs agree with fp64 "
+        f"({worst:.1e} at most)",
         f"lint {'is silent' if not found['lint'] else 'fails'}",
     ]
     return [*lines, f"ascend check: {'; '.join(counts)}; {found['compiled']} compiled, {found['seconds']} s. {SAID}"]

@@ -30,6 +30,7 @@ OPTIONS = (
     "--enable-auto-multi-buffer=true", "--enable-auto-bind-sub-block=true", "--enable-hfusion-compile=true",
     "--enable-hivm-compile=true", "--enable-triton-kernel-compile=true",
 )  # fmt: skip
+OWN_FILES = ("frontend.py", "host_ir.py", "runtime.c", "toolchain.py")  # what the results depend on
 # --memref-expand and the second --lower-affine clear away what the passes before them made.
 LOWERING = (
     "--inline", "--convert-elementwise-to-linalg", "--eliminate-empty-tensors", "--empty-tensor-to-alloc-tensor",
@@ -107,8 +108,8 @@ class Toolchain:
         self.compiled = 0
         self._process: subprocess.Popen[str] | None = None
         self._turn = threading.Lock()
-        sources = sorted((HERE.parents[1] / "kernels" / "triton_ascend").glob("*.py")) + sorted(HERE.glob("*.[pc]*"))
-        self._sources = hashlib.sha256(REQUIREMENTS.read_bytes() + b"".join(p.read_bytes() for p in sources))
+        files = [REQUIREMENTS, *(HERE / name for name in OWN_FILES)]
+        self._sources = hashlib.sha256(b"".join(path.read_bytes() for path in files))
 
     def close(self) -> None:
         if self._process is not None:
@@ -129,6 +130,8 @@ class Toolchain:
             "target": TARGETS[chip][0],
         }  # fmt: skip
         key = self._sources.copy()
+        for path in (call.kernel.path, call.kernel.path.with_name("common.py")):
+            key.update(path.read_bytes())
         key.update(json.dumps(request, sort_keys=True).encode())
         path = self.environment.cache / f"{call.kernel.name}-{key.hexdigest()[:24]}.ttadapter.mlir"
         if not path.exists():

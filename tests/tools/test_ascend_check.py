@@ -1,0 +1,222 @@
+"""The checking tool: what it says where it cannot run, how it reads the compiler, and (slow) that it catches faults."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from latentscan.ir.capture import capture
+from latentscan.kernels.triton_ascend import launch as launching
+from latentscan.kernels.triton_ascend.launch import Kernel
+from latentscan.lowering.select import lower
+from latentscan.runtime.tiny import build
+from latentscan.tools.ascend_check import __main__ as command
+from latentscan.tools.ascend_check import environment, shipped, table, toolchain
+from latentscan.tools.ascend_check.environment import UnavailableError, default_folder, ensure
+from latentscan.tools.ascend_check.execute import on_the_cpu
+from latentscan.tools.ascend_check.host_ir import for_the_host
+from latentscan.tools.ascend_check.numerics import FORWARD_TOLERANCE, relative, scan_case
+from latentscan.tools.ascend_check.toolchain import Call, CheckError, Toolchain
+
+ROOT = Path(__file__).parents[2]
+SCAN = Kernel("chunk_scan_kernels", "pass_kernel")
+
+
+def test_a_machine_that_cannot_have_the_packages_is_told_so_and_counts_as_not_run(tmp_path, monkeypatch, capsys):
+    def refuse(command: list[str], **_: Any) -> Any:
+        return subprocess.CompletedProcess(command, 1, "", "noise\nERROR: No matching distribution for triton-ascend\n")
+
+    monkeypatch.setattr(environment.venv, "create", lambda *_, **__: None)
+    monkeypatch.setattr(environment.subprocess, "run", refuse)
+    assert command.main(["--env", str(tmp_path / "env")]) == command.NOT_RUN == 3
+    told = capsys.readouterr().out
+    assert "NOT RUN" in told and "No matching distribution for triton-ascend" in told
+    assert not (tmp_path / "env" / "installed").exists()
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "riscv64")])
+def test_a_machine_of_another_kind_is_not_run(system, machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(environment.platform, "system", lambda: system)
+    monkeypatch.setattr(environment.platform, "machine", lambda: machine)
+    with pytest.raises(UnavailableError, match="not here"):
+        ensure(tmp_path)
+
+
+def test_make_and_ci_run_the_check():
+    assert "latentscan.tools.ascend_check" in (ROOT / "Makefile").read_text()
+    assert "make check-ascend" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_only_the_missing_generator_is_forgiven():
+    missing = '[ERROR] Cannot find hivmc under $PATH \nloc("k.mlir":2:1): error: External hivmc run fails, returning\n'
+    assert toolchain._errors(missing + "[ERROR] Failed to run BiShengIR pipeline\n") == []
+    overflow = 'loc("k.mlir":4:3): error: cc overflow, requires 2097152 bits while 1048576 bits available!\n'
+    assert toolchain._errors(missing + overflow) == ["cc overflow, requires 2097152 bits while 1048576 bits available!"]
+
+
+def test_the_vendors_ir_is_made_runnable():
+    text = """module {
+  func.func private @triton_cumsum_0(tensor<4x8xf32>, i32, i1) -> tensor<4x8xf32>
+  func.func @k(%arg0: memref<?xi8>) attributes {mix_mode = "aiv", parallel_mode = "simd"} {
+    annotation.mark %0
+    %1 = call @triton_cumsum_0(%0, %c1_i32, %false) : (tensor<4x8xf32>, i32, i1) -> tensor<4x8xf32>
+    scf.if %2 {
+    } {hivm.unlikely_condition}
+  }
+}"""
+    host = for_the_host(text)
+    assert "attributes {llvm.emit_c_interface} {" in host and "annotation" not in host and "hivm" not in host
+    assert "%before = arith.subi %i1, %c1" in host and "arith.constant 8 : index" in host
+
+
+def test_arguments_that_the_target_does_not_take_are_refused():
+    good = {"states": torch.zeros(1), "cum": torch.zeros(1), "start": torch.zeros(1), "entering": torch.zeros(1).half()}
+    good |= {"end": torch.zeros(1), "first": 0, "NC": 1, "H": 1, "PN": 16, "Q": 16, "BLOCK": 16, "REVERSE": False}
+    assert dict(Call.of(SCAN, good).signature)["entering"] == "*fp16"
+    assert dict(Call.of(SCAN, {**good, "NC": 1 << 31}).signature)["NC"] == "i64"
+    for name, value, told in (("start", None, "start is None"), ("cum", torch.zeros(1).double(), "torch.float64")):
+        with pytest.raises(CheckError, match=told):
+            Call.of(SCAN, {**good, name: value})
+    with pytest.raises(CheckError, match="num_warps"):
+        Call.of(SCAN, {**good, "num_warps": 4})
+
+
+def test_every_kernel_is_among_what_is_shipped():
+    import ast
+
+    folder = ROOT / "kernels" / "triton_ascend"
+    there = {
+        node.name
+        for path in folder.glob("*_kernels.py")
+        if path.name != "control_kernels.py"
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for chip in ("910B3", "950"):
+        assert {entry.call.kernel.name for entry in shipped.shipped(chip)} == there
+    reasons = [control.reason for control in shipped.controls()]
+    assert [bool(reason) for reason in reasons] == [True, False, True, False]
+
+
+def test_the_document_holds_the_table_of_every_shipped_tile():
+    text = (ROOT / "docs" / "ascend.md").read_text()
+    assert "No NPU binary was produced, and nothing of this has run on an NPU" in text
+    for chip in ("910B3", "950"):
+        for entry in shipped.shipped(chip):
+            tile = entry.tile if entry.tile != "fixed" else entry.call.tile
+            assert f"| {entry.call.kernel.name} | {tile} |" in text, (chip, entry.call.kernel.name, tile)
+    with pytest.raises(ValueError, match="no <!-- made by"):
+        table.markdown("nothing", {})
+
+
+# --- with the vendor's packages --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tools():
+    for folder in (ROOT / ".venv-ascend", default_folder()):
+        if (folder / "installed").exists():
+            made = Toolchain(ensure(folder))
+            yield made
+            made.close()
+            return
+    pytest.skip("the checking environment is not there: run make check-ascend first")
+
+
+@pytest.mark.slow
+def test_the_controls_have_the_verdicts_that_are_known(tools):
+    for control in shipped.controls():
+        verdict = tools.verdict(tools.ir(control.call, "910B3"), "910B3")
+        assert verdict.ok == (not control.reason)
+        assert not control.reason or any(control.reason in error for error in verdict.errors)
+
+
+@pytest.mark.slow
+def test_a_wrong_argument_moves_the_result_far_beyond_the_tolerance(tools, monkeypatch):
+    """Sabotage: dt is taken 5 % longer by the kernels alone; then a program is left out."""
+    case = scan_case("sabotage", 1, 70, 2, 1, 32, 32, init=True, softplus=True)
+    with on_the_cpu(tools):
+        assert max(case.errors().values()) <= FORWARD_TOLERANCE
+        run = launching.runner
+
+        def longer(kernel: Kernel, programs: int, arguments: dict[str, Any]) -> None:
+            if kernel.name == "cumsum_kernel":
+                arguments = {**arguments, "dt": arguments["dt"] + 0.1}
+            run(kernel, programs, arguments)
+
+        def fewer(kernel: Kernel, programs: int, arguments: dict[str, Any]) -> None:
+            run(kernel, programs - (kernel.name == "pass_kernel"), arguments)
+
+        for sabotage in (longer, fewer):
+            monkeypatch.setattr(launching, "runner", sabotage)
+            assert max(case.errors().values()) > 5 * FORWARD_TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_write_outside_of_a_tensor_is_caught(tools, monkeypatch):
+    case = scan_case("canary", 1, 40, 2, 1, 32, 32)
+    with on_the_cpu(tools):
+        run = launching.runner
+
+        def beyond(kernel: Kernel, programs: int, arguments: dict[str, Any]) -> None:
+            run(kernel, programs + (kernel.name == "state_kernel"), arguments)
+
+        monkeypatch.setattr(launching, "runner", beyond)
+        with pytest.raises(CheckError, match="state_kernel: writes outside of a tensor"):
+            case.errors()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+def test_a_lowered_model_on_the_vendors_ir_equals_the_model(tools, family: str):
+    """The whole way: capture, lowering, launches; logits in fp16 against the library's in fp64."""
+    torch.manual_seed(0)
+    model = build(family).eval()
+    ids = torch.randint(0, 64, (2, 37))
+    with torch.no_grad():
+        truth = model.double()(ids, use_cache=False).logits
+    model = model.half()
+    graph = capture(model, inputs={"input_ids": ids, "use_cache": False})
+    done = lower(graph, "ascend")
+    assert done["chunk_scan"] >= 1 and done["causal_conv1d"] >= 1
+    graph.clean()
+    with torch.no_grad(), on_the_cpu(tools) as launched:
+        values = [graph_input(graph, name, ids) for name in graph.inputs]
+        out = graph.module(*values)
+    logits = next(t for t in out if isinstance(t, torch.Tensor) and t.shape == truth.shape)
+    assert {call.kernel.name for call, _ in launched} >= {"scan_kernel", "conv_kernel"}
+    assert relative(logits, truth) < 0.02
+
+
+def graph_input(graph: Any, name: str, ids: torch.Tensor) -> Any:
+    """The value of one of a graph's inputs: a weight, a size, or the tokens."""
+    if (weight := graph.weights.get(name)) is not None:
+        return weight.value
+    fake = graph.value(graph.node(name))
+    return int(fake.node.hint) if isinstance(fake, torch.SymInt) else ids
+
+
+@pytest.mark.slow
+def test_json_and_status_of_a_short_run(tools, tmp_path, capsys):
+    where = ["--env", str(tools.environment.folder), "--chip", "910B3", "--match", "join"]
+    assert command.main([*where, "--json", str(tmp_path / "f.json")]) == 0
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["ok"] and {k["kernel"] for k in found["kernels"]} == {"join_kernel"}
+    assert "nothing runs on an NPU" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 3), st.integers(3, 160), st.sampled_from(["", "seq_idx"]), st.booleans())
+def test_any_length_and_packing_equals_fp64(tools, batch: int, length: int, packed: str, backward: bool):
+    options: dict[str, Any] = {"init": True, "z": True, "D": "head", "softplus": True, "packed": packed}
+    case = scan_case("any", batch, length, 4, 2, 32, 32, backward=backward, **options)
+    with on_the_cpu(tools):
+        assert max(case.errors().values()) <= case.tolerance
