@@ -202,9 +202,9 @@ def main() -> None:
     ours.launch = stand_in  # type: ignore[assignment]
     ours.descriptor = lambda t, *_: SimpleNamespace(base=t)  # type: ignore[assignment,return-value]
     ours.TensorDescriptor = lambda t, *_: SimpleNamespace(base=t)  # type: ignore[assignment,misc]
-    told = {"shipped": errors(*CASES["packed, parts"])}
-    ours.ROUNDING = ours.tl.constexpr(1e-30)  # the walks round nothing here
-    told |= {name: errors(*case) for name, case in CASES.items()}
+    told = {name: errors(*case) for name, case in CASES.items()}
+    ours.noise = lambda dtype: 2.0**-18  # as in bfloat16
+    told["shipped"] = errors(*CASES["packed, parts"])
     cross = ours.cross_kernel
     ours.launch = lambda kernel, *a, **m: None if kernel is cross else stand_in(kernel, *a, **m)  # type: ignore[assignment]
     torch.empty = lambda *a, _empty=torch.empty, **m: _empty(*a, **m).zero_()  # type: ignore[assignment]
