@@ -146,13 +146,18 @@ def gluon_works() -> bool:
 def choose_backward(
     x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dy: Tensor
 ) -> Backward | HopperBackward:
-    """The shipped choice, as for the forward."""
-    heads, P = x.shape[2:]
+    """The shipped choice: Gluon as for the forward, where there are chunks enough to keep all processors at work.
+
+    For few it is no faster, and the portable form's dA is more exact.
+    """
+    batch, length, heads, P = x.shape
     device = Device.of(x.device)
     if x.is_cuda and device.capability == (9, 0) and gluon_works():
         from latentscan.kernels.triton import chunk_scan_backward_gluon
 
-        if chunk_scan_backward_gluon.refusal(dy, x, B, C, D, z) is None:
+        pairs = batch * B.shape[2] * -(-(heads // B.shape[2] * (P // 64)) // 2)
+        enough = pairs * (length // 64) >= 8 * device.processors
+        if enough and chunk_scan_backward_gluon.refusal(dy, x, B, C, D, z) is None:
             return HopperBackward(pieces=device.processors)
     return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], device)
 

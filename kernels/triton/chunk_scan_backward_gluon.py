@@ -35,7 +35,6 @@ from latentscan.kernels.triton.chunk_configs import Hopper, HopperBackward
 from latentscan.kernels.triton.chunk_scan_gluon import CHUNK, WIDTH, carry_pieces_kernel, copyable, descriptor
 
 LITTLE = 160 << 20  # bytes
-ROUNDING = tl.constexpr(2.0**-18)  # of a product of states in 16 bits, relative and squared
 
 
 @triton.jit
@@ -95,8 +94,8 @@ def cross_kernel(
 def flows_kernel(
     dt, A, bias, starts, vec, reads, inside, itself, pulled, same, known, steps, ddt, dA, dbias, dD,
     L, H, NC, first, SC, W, dt_min, dt_max, s_b, s_l, s_h,
-    Q: tl.constexpr, BH: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr, SOFTPLUS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    Q: tl.constexpr, BH: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr, NOISE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """ddt [b, L, H]; dA, dbias, dD fp32 [b, NC, H]: the sums over a chunk."""
     pid = tl.program_id(0).to(tl.int64)
@@ -132,10 +131,10 @@ def flows_kernel(
         through += tl.load(known + hs * (W + 1) + w, mask=heads, other=0.0) * (1.0 - part)
         through += tl.load(known + hs * (W + 1) + w + 1, mask=heads, other=0.0) * part
         through += tl.load(steps + hs * NC + c, mask=heads, other=0.0)
-    # That flow is of the size of the chunk's decay, its rounding error of 2^-9: it counts by its share in both.
+    # That flow is of the size of the chunk's decay, its rounding error of the states': it counts by its share in both.
     end = tl.load(vec + ((b * H + h) * NC + c) * (2 * Q) + Q - 1, mask=heads, other=0.0)
     size = tl.exp2(2.0 * end)
-    through *= size / (size + ROUNDING)
+    through *= size / (size + NOISE)
     v = vec + ((b * H + h)[:, None] * NC + c) * (2 * Q) + Q + q[None, :]
     before *= tl.load(v - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
     later, own, after = tl.trans(later), tl.trans(own), tl.trans(after)
@@ -187,6 +186,11 @@ def refusal(dy: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Te
     if not copyable(dy):
         return "dy is not laid out in rows of one stride and 16-byte alignment"
     return None
+
+
+def noise(dtype: torch.dtype) -> float:
+    """The square of the relative rounding error of a number in ``dtype``."""
+    return (torch.finfo(dtype).eps / 4) ** 2
 
 
 def segment_chunks(NC: int, cost: int, workspace: int, segments: int, every: int) -> int:
@@ -329,7 +333,7 @@ def backward(
         launch(
             flows_kernel, s.b * here * triton.cdiv(s.H, HEADS_A_PROGRAM), *steps.arguments, vec, reads,
             *flow.values(), known, deltas, ddt, *sums, s.L, s.H, NC, first, here, W, *steps.limits,
-            Q=CHUNK, BH=HEADS_A_PROGRAM, SPLIT=split, R=k.every, **steps.flags, num_warps=4,
+            Q=CHUNK, BH=HEADS_A_PROGRAM, SPLIT=split, R=k.every, NOISE=noise(x.dtype), **steps.flags, num_warps=4,
         )  # fmt: skip
         del slab, gs, flow, found
         adjoint, following = following, adjoint

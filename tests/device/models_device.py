@@ -267,6 +267,7 @@ def worker(name: str, lock: str) -> None:
             text = " ".join(str(error).split())
             say(f"FAILED {type(error).__name__}: {text[:900]}")
             print("".join(traceback.format_tb(error.__traceback__)[-4:]), file=sys.stderr)
+            sys.exit(1)
         say(f"[{time.time() - began:.0f} s]")
 
 
@@ -295,17 +296,10 @@ def main() -> None:
         lock.touch()
         running = []
         for name in names:
-            command = [
-                sys.executable,
-                "-m",
-                "latentscan.tests.device.models_device",
-                "--worker",
-                json.dumps([name, str(lock)]),
-            ]
+            command = [sys.executable, "-m", "latentscan.tests.device.models_device"]
+            command += ["--worker", json.dumps([name, str(lock)])]
             log = (Path(folder) / name.replace(" ", "_")).open("w+")
-            running.append(
-                (name, log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
-            )
+            running.append((name, log, subprocess.Popen(command, stderr=log, env=environment)))  # lines come at once
         for name, log, process in running:
             try:
                 process.wait(timeout=max(0.1, args.limit - (time.time() - began)))
@@ -314,14 +308,13 @@ def main() -> None:
                 process.wait()
                 print(f"{name}: stopped after {args.limit:.0f} s")
             log.seek(0)
-            lines = log.read().splitlines()
-            print(*[x[:900] for x in lines if x.startswith(name)], sep="\n", flush=True)
-            others = [x for x in lines if not x.startswith(name) and x.strip()]
-            why = [x for x in others if "[__recompiles]     - " in x and "User stack" not in x and "File" not in x]
-            print(*[f"    retraced: {x.split('[__recompiles]')[1].strip()[:160]}" for x in why], sep="\n")
-            others = [x for x in others if "__recompiles" not in x]
-            if process.returncode or any("FAILED" in x for x in lines):
-                print(*[f"    {x[:200]}" for x in others[-14:]], sep="\n", flush=True)
+            lines = [x for x in log.read().splitlines() if x.strip()]
+            why = [x.split("[__recompiles]")[1].strip() for x in lines if "[__recompiles]     - " in x]
+            for x in why:
+                if re.match(r"- \d+/\d+:", x):
+                    print(f"{name:24s} traced anew: {x[:160]}")
+            if process.returncode:
+                print(*[f"    {x[:200]}" for x in lines if "recompiles" not in x][-14:], sep="\n", flush=True)
     print(f"[{time.time() - began:.0f} s]")
 
 
