@@ -175,10 +175,10 @@ def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) 
     if not losses:
         return {}
     graph = session_of(model).graphs[0]  # type: ignore[union-attr]
-    mine = list(model.parameters())
-    states = [t for p in mine for t in optimizers[0].state[p].values() if isinstance(t, torch.Tensor)]
+    own = list(model.parameters())
+    states = [t for p in own for t in optimizers[0].state[p].values() if isinstance(t, torch.Tensor)]
     return {
-        "elements": [sum(t.numel() for t in ts) for ts in (mine, [p.grad for p in mine if p.grad is not None], states)],
+        "elements": [sum(t.numel() for t in ts) for ts in (own, [p.grad for p in own if p.grad is not None], states)],
         "losses": losses,
         "gradients": gradients,
         "sites": [s.module for r in graph.records for s in r.sites],
