@@ -38,7 +38,7 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     axis = None if session.mesh is None else session.mesh.axis("tp")
     parts = {t: p for r in session.plan.recipes if r.group for t, p in zip(r.targets, r.parts, strict=False)}
     sums: dict[Any, torch.Tensor] = {}  # squares, by the mesh that a gradient is sharded over
-    gradients = []
+    gradients, widest = [], torch.float32
     for path, parameter in model.named_parameters():
         gradient: Any = parameter.grad
         if gradient is None:
@@ -49,16 +49,19 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         gradients.append(local)
         wide = torch.float64 if local.dtype == torch.float64 else torch.float32
         values = local.detach().to(wide)
+        widest = wide if wide == torch.float64 else widest
         if part is not None and part.dim is not None:
             values = values * _counted(part, gradient, values).to(wide)
         elif part is None and axis is not None and axis.rank > 0:
             continue  # the first rank counts what all hold
         sums[mesh] = sums.get(mesh, values.new_zeros(())) + values.square().sum()
     first = next(iter(gradients), torch.zeros(()))
-    total = torch.zeros((), dtype=max((s.dtype for s in sums.values()), key=_bits, default=torch.float32))
-    total = total.to(first.device)
+    total = torch.zeros((), dtype=widest, device=first.device)
     for mesh in _meshes(model):
-        total = total + (_summed(sums.get(mesh, torch.zeros_like(total)), mesh) if mesh is not None else sums[mesh])
+        mine = sums.get(mesh, torch.zeros_like(total)).to(widest)
+        if mesh is not None:
+            dist.all_reduce(mine, group=mesh.get_group())
+        total = total + mine
     if axis is not None and axis.size > 1:
         dist.all_reduce(total, group=group_of(axis))
     norm = total.sqrt()
@@ -66,10 +69,6 @@ def clip_grad_norm_(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
     for local in gradients:
         local.mul_(scale.to(local.dtype))
     return norm
-
-
-def _bits(dtype: torch.dtype) -> int:
-    return torch.finfo(dtype).bits
 
 
 def _meshes(model: torch.nn.Module) -> list[Any]:
@@ -80,12 +79,6 @@ def _meshes(model: torch.nn.Module) -> list[Any]:
         if parameter.grad is not None and mesh not in found:
             found.append(mesh)
     return found
-
-
-def _summed(value: torch.Tensor, mesh: Any) -> torch.Tensor:
-    value = value.clone()
-    dist.all_reduce(value, group=mesh.get_group())
-    return value
 
 
 def _counted(part: Any, gradient: Any, values: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,14 @@ def _by_model_names(leaves: dict[str, Leaf], model: Any, more: Iterable[str], fo
         else:
             groups[new][pattern].append(leaves[name])
             used[new] = by_pattern[pattern]
+    left = [n for n in rest if n not in {leaf.name for p in groups.values() for made in p.values() for leaf in made}]
+    known = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    left = [n for n in left if not any(p.search(n) for p in known)]
+    if left:
+        warnings.warn(
+            f"{folder} holds {len(left)} weights that the model has not, {min(left)} first; they are left out",
+            stacklevel=4,
+        )
     for name, patterns in groups.items():
         found[name] = _joined(name, patterns, used[name], folder) if name in used else patterns[""][0]
     return found

@@ -25,6 +25,7 @@ from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.session import Session
+from latentscan.runtime.source import quantisation
 from latentscan.runtime.stored import Stored
 
 
@@ -109,8 +110,8 @@ def wrap(
     plan = make_plan(model, options, Context(statistics=statistics, own_parameters=True, mesh=mesh, meta=empty))
     refuse_tied(model, plan.recipes, plan.released)
     if stored is not None:
-        materialise(model, plan, stored, device_for(options.mesh, model))
-        stored.close()
+        with contextlib.closing(stored):
+            materialise(model, plan, stored, device_for(options.mesh, model))
         install(model, Session(model, passes, plan, options, mesh))
         return model
     make_parameters(model, plan.recipes)
@@ -137,6 +138,12 @@ def _check_weights(model: torch.nn.Module, options: Options, empty: bool, wanted
             "its weights are on the meta device",
             where=type(model).__name__,
             remedy="give their directory: wrap(model, ..., weights=DIRECTORY)",
+        )
+    if empty and (method := quantisation(model.config)):
+        raise RefusedError(
+            f"its weights are quantised ({method})",
+            where=str(options.weights),
+            remedy="dequantise the checkpoint first",
         )
     if empty and wanted:
         raise PipelineError(

@@ -43,6 +43,16 @@ def test_families_are_read_in_parts(world, tmp_path):
 
 
 @pytest.mark.slow
+def test_reading_whole_weights_is_noticed(tmp_path):
+    (ranks,) = launch(2, [{**LLAMA, "weights": str(tmp_path / "model"), "whole": True}], tmp_path)
+    check(ranks)  # right all the same
+    for found in ranks:
+        assert found["bytes_read"] > 1.5 * found["bytes"][0]
+        with pytest.raises(AssertionError):
+            check_reading([found])
+
+
+@pytest.mark.slow
 def test_rewritten_weights_are_made_and_split_one_after_the_other(tmp_path):
     """The up-projections are read whole, for they are split by heads after another pass made two of each."""
     case = {"family": "deepseek_v3", "pipeline": SPLIT, "weights": str(tmp_path / "model"), "do": ["generate"]}

@@ -9,6 +9,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     steps               optimiser steps (default 1)
     against             another pipeline on the same mesh, whose weights after the steps must be the same bits
     drop                leave out the collective of this number in the training graph (sabotage)
+    whole               sabotage: parts of weights are cut from whole ones
     weights             a folder: the first rank saves the model there, and every rank wraps it from the meta device
     do                  more to do afterwards: "generate", "save:<folder>", "convert:<folder>", "unwrap", "load",
                         "nll", "mismatch"
@@ -139,7 +140,12 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         model = wrap(copy.deepcopy(one), pipeline, mesh=mesh, **given)
         one = wrap(one, case["base"], **given)
     elif "weights" in case:
-        model = from_disk(one, case["weights"], rank, pipeline, mesh, read)
+        kept_part = Stored.part
+        Stored.part = cut_after_reading if case.get("whole") else kept_part  # type: ignore[method-assign]
+        try:
+            model = from_disk(one, case["weights"], rank, pipeline, mesh, read)
+        finally:
+            Stored.part = kept_part  # type: ignore[method-assign]
     else:
         model = wrap(copy.deepcopy(one), pipeline, mesh=mesh)
     kept = session_module.Executable
@@ -192,6 +198,11 @@ def from_disk(one: Any, folder: str, rank: int, pipeline: str, mesh: str, found:
     found["bytes"] = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in one.parameters())
     found["largest"] = max(p.nbytes for p in one.parameters())
     return model
+
+
+def cut_after_reading(self: Any, name: str, part: Any, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    whole = self.read(name, like, device)
+    return whole if part.dim is None else whole.index_select(part.dim, torch.tensor(part.own))
 
 
 def storages() -> dict[int, int]:

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from latentscan.ir.errors import CheckpointError
+from latentscan.ir.weights import Recipe
 from latentscan.runtime import atomic, checkpoint
-from latentscan.runtime.checkpoint import load, tensors_in
+from latentscan.runtime.checkpoint import load, tensors_in, unsharded
 from latentscan.runtime.door import session_of
 from latentscan.runtime.own import get
+from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 
@@ -426,3 +428,19 @@ def test_without_an_exchange_two_renames_do(tmp_path, monkeypatch):
         (tmp_path / "m" / "kept").write_text("mine")
     assert (tmp_path / "m" / "file").read_text() == "two"
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_the_stored_plan_says_nothing_of_the_ranks():
+    """Passes over a mesh are left out, and so is what only they released: whole graphs read it."""
+
+    def nothing(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    low_rank = Recipe(("k", "o"), ("k_new",), "mha-to-mla", "a", nothing)
+    parts = Recipe(("o",), ("o_tp",), "tensor-parallel", "a", nothing, group="tp")
+    facts: dict = {(name, "a"): {} for name in ("latent-cache", "tensor-parallel", "ulysses")}
+    plan = ModelPlan("latent-cache,tensor-parallel,ulysses", facts, (low_rank, parts), ("k", "o"))
+    whole = unsharded(plan)
+    assert whole.pipeline == "latent-cache"
+    assert list(whole.facts) == [("latent-cache", "a")]
+    assert (whole.recipes, whole.released) == ((low_rank,), ("k",))

@@ -103,6 +103,16 @@ def test_what_does_not_fit_is_refused_and_the_model_stays_empty(tmp_path):
     wrap(empty, "", weights=tmp_path)
 
 
+def test_weights_that_the_model_has_not_are_told(tmp_path):
+    _, empty = saved("llama", tmp_path)
+    fewer = resolve("tiny:llama{num_hidden_layers=1}").on_meta()
+    with pytest.warns(UserWarning, match=r"holds 9 weights that the model has not, model.layers.1"):
+        Stored(tmp_path, fewer)
+    empty.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(RefusedError, match="quantised"):
+        wrap(empty, "", weights=tmp_path)
+
+
 def test_a_damaged_or_missing_file_is_named(tmp_path):
     _, empty = saved("llama", tmp_path, max_shard_size="100KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
