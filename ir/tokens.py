@@ -31,6 +31,7 @@ from latentscan.ir.layout import SmallNumbers, is_layout, linear_of
 from latentscan.ir.ops import base
 from latentscan.ir.ops.collectives import COLLECTIVES
 from latentscan.ir.ops.exchange import SWAPS
+from latentscan.ir.ops.state_exchange import scan_leave
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
 _FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
@@ -251,9 +252,11 @@ class _Walk:
                 op, _RULES.get(name, "mixes-tokens"), f"{op.name} ({name or name_of(op)}) looks at the whole sequence"
             )
         if info is None:  # an exchange: heads against tokens lie as before, messages hold no tokens
-            for _, leaf in leaves:
+            for place, leaf in leaves:
                 if len(self.graph.shape(leaf)) == 4 and op.target in SWAPS:
                     self.tokens.dims[leaf] = 2
+                elif op.target is scan_leave and place == (0,):
+                    self.tokens.dims[leaf] = 1
             return
         for place, leaf in leaves:
             axes = info.axes.get(f"out{place[0]}" if place else "out", ())

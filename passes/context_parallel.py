@@ -9,7 +9,7 @@ from torch import fx
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Axis, Mesh
 from latentscan.ir.mla import attentions
-from latentscan.ir.ops import exchange, ssm, ssm_exchange
+from latentscan.ir.ops import exchange, ssm, ssm_exchange, state_exchange
 from latentscan.ir.ops.collectives import copy_to
 from latentscan.ir.tokens import PARTIAL, follow_tokens
 from latentscan.passes.base import Context, Refusal, Site
@@ -36,9 +36,9 @@ def ends_here(name: str, context: Context) -> bool:
 
 def handled(graph: Graph, names: tuple[str, ...]) -> set[fx.Node]:
     """Nodes that look beyond their own token and are taken care of, before or after the rewrite."""
-    taken = set(graph.calls(*exchange.SWAPS, *exchange.MESSAGES))
+    taken = set(graph.calls(*exchange.SWAPS, *exchange.MESSAGES, *state_exchange.STATES))
     if "mamba-context-parallel" in names:
-        taken |= set(graph.calls(SCAN, CONV, ssm_exchange.state_output.op, ssm_exchange.chunk_state.op))
+        taken |= set(graph.calls(SCAN, CONV, ssm_exchange.chunk_state.op))
     if "ulysses" in names:
         taken |= set(attentions(graph))
     return taken

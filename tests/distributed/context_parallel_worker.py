@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from latentscan.ir.ops import collectives, exchange
+from latentscan.ir.ops import collectives, exchange, state_exchange
 from latentscan.runtime.batch import IGNORED, shifted, split_batch
 from latentscan.runtime.door import session_of
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 
-STEPS, BATCH, LENGTH = 3, 2, 24
+STEPS, BATCH, LENGTH = 5, 2, 24
 
 
 def batches(vocabulary: int, packed: bool) -> list[dict[str, torch.Tensor]]:
@@ -120,11 +120,10 @@ def sabotage(name: str) -> None:
     elif name == "sum_partial":
         exchange.sum_over = lambda x, group: x
     elif name == "tail":
-        exchange._ring = lambda x, step, size, rank, group: exchange._OPS.all_reduce(x.reshape(-1) * 0, "sum", group)
+        exchange.ring = lambda x, step, size, rank, group: exchange._OPS.all_reduce(x.reshape(-1) * 0, "sum", group)
     elif name == "state":
-        exchange.entering_state = lambda m, init, ids, p, rank: tuple(
-            torch.zeros_like(m[0][..., 1:].unflatten(-1, (p, -1))) for _ in range(2)
-        )
+        state_exchange.goes_on = lambda ids, rank: 1
+        state_exchange._weights = lambda decays, upto: (decays * 0, decays[0] * 0)
 
 
 if __name__ == "__main__":
