@@ -75,6 +75,7 @@ _EXCHANGES: dict[Any, tuple[str, str, int]] = {
     exchange.tail_start: ("send", "send", -4),
     exchange.edge_ids: ("all_gather", "", -3),
     exchange.gather_tokens: ("all_gather", "", -3),
+    exchange.gather_shared: ("all_gather", "reduce_scatter", -3),
     exchange.to_heads: ("all_to_all", "all_to_all", -3),
     exchange.to_tokens: ("all_to_all", "all_to_all", -3),
     exchange.sum_partial: ("all_reduce", "", -2),

@@ -8,7 +8,7 @@ from torch import fx
 
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Axis, Mesh
-from latentscan.ir.mla import attentions
+from latentscan.ir.normalize import ATTENTION, LATENT_ATTENTION
 from latentscan.ir.ops import exchange, ssm, ssm_exchange, state_exchange
 from latentscan.ir.ops.collectives import copy_to
 from latentscan.ir.tokens import PARTIAL, follow_tokens
@@ -40,7 +40,7 @@ def handled(graph: Graph, names: tuple[str, ...]) -> set[fx.Node]:
     if "mamba-context-parallel" in names:
         taken |= set(graph.calls(SCAN, CONV, ssm_exchange.chunk_state.op))
     if "ulysses" in names:
-        taken |= set(attentions(graph))
+        taken |= set(graph.calls(ATTENTION, LATENT_ATTENTION))
     return taken
 
 

@@ -158,6 +158,37 @@ def to_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     return _Swap.apply(x, False, size, group)
 
 
+class _GatherShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: str) -> Tensor:
+        ctx.where = dim, size, group
+        every = x[None].expand(size, *x.shape).contiguous()
+        if group:
+            every = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous()[None], size, group))
+        return every.movedim(0, dim).flatten(dim, dim + 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        dim, size, group = ctx.where
+        parts = grad.unflatten(dim, (size, grad.shape[dim] // size)).movedim(dim, 0).contiguous()
+        if not group:
+            return parts.sum(0), None, None, None
+        own = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(parts, "sum", size, group))
+        return own.view(parts.shape[1:]), None, None, None
+
+
+def gather_shared(x: Tensor, dim: int, axis: str, size: int, group: str) -> Tensor:
+    """A value that all heads share, of all tokens (which lie along ``dim``); its gradient is summed over the ranks."""
+    return _GatherShared.apply(x, dim, size, group)
+
+
+def take_rows(weight: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of a weight; those that lie side by side as a view."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return weight.narrow(0, rows[0], len(rows))
+    return weight.index_select(0, torch.tensor(rows, device=weight.device))
+
+
 def gather_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     """[b, L/R] -> [b, L], for masks and position ids. No gradients."""
     x = x.contiguous()
@@ -167,5 +198,5 @@ def gather_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     return every.transpose(0, 1).flatten(1, 2)
 
 
-SWAPS = (to_heads, to_tokens)
+SWAPS = (to_heads, to_tokens, gather_shared)
 MESSAGES = (last_tokens, tail_start, tail_wait, edge_ids, gather_tokens)

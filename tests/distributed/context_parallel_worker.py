@@ -1,8 +1,9 @@
 """One rank of a context-parallel training run, compared with one process; started as torchrun does.
 
-    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=NAME]
+    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=NAME] [set=JSON]
 
-Writes what differs to OUT (json) on rank 0. ``drop=NAME`` leaves one kind of collective out: a sabotage.
+Writes what differs to OUT (json) on rank 0. ``drop=NAME`` leaves one kind of collective out: a sabotage. ``set`` changes
+the tiny model's configuration.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def main() -> None:
     dropped = next((w.removeprefix("drop=") for w in words if w.startswith("drop=")), "")
     if dropped:
         sabotage(dropped)
-    one, many = build(family).train(), build(family).train()
+    changed = json.loads(next((w.removeprefix("set=") for w in words if w.startswith("set=")), "{}"))
+    one, many = build(family, **changed).train(), build(family, **changed).train()
     given = batches(one.config.vocab_size, "packed" in words)
     want, want_grads = train(one, apart(one) if "packed" in words else one, given)
     pipeline = next((w.removeprefix("pipeline=") for w in words if w.startswith("pipeline=")), "mamba-context-parallel")
