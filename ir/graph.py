@@ -50,6 +50,7 @@ class Graph:
         added: new weights, in the order of their placeholders, which come after ``inputs``.
         training: whether the graph was traced with gradients enabled.
         events: provenance: one line for each thing that a pass did, in order.
+        overlap: collectives are to be scheduled beside other work; by how much memory may grow. None: as they stand.
     """
 
     def __init__(self, module: fx.GraphModule, weights: dict[str, Weight], *, training: bool) -> None:
@@ -59,6 +60,7 @@ class Graph:
         self.inputs = [n.name for n in module.graph.nodes if n.op == "placeholder"]
         self.added: list[Added] = []
         self.events: list[str] = []
+        self.overlap: float | None = None
         self._by_path = {w.path: w for w in weights.values()}
         self._names: dict[str, fx.Node] = {}  # an index for `node`; made again when it does not fit
         self._like: fx.Node | None = None

@@ -38,3 +38,11 @@ def same(a: Any, b: Any) -> bool:
 
 def is_static(size: Any) -> bool:
     return isinstance(size, int) or not expression(size).free_symbols
+
+
+def hint_of(size: Any) -> int:
+    """A dimension as it was traced (0 where nothing is known); adds no guard."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else 0
+    return int(hint)

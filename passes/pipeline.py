@@ -36,6 +36,7 @@ REGISTRY: dict[str, str] = {
     "mla-zero-memory": "latentscan.passes.mla_zero_memory:MlaZeroMemory",
     "mamba-context-parallel": "latentscan.passes.mamba_context_parallel:MambaContextParallel",
     "ulysses": "latentscan.passes.ulysses:Ulysses",
+    "overlap-collectives": "latentscan.passes.overlap_collectives:OverlapCollectives",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -11,6 +11,8 @@ import torch
 from latentscan.ir.graph import Graph
 from latentscan.lowering.cache import ArenaBinder, lower_cache_appends
 from latentscan.lowering.checkpoint import outline_checkpoints
+from latentscan.lowering.overlap import Agree, Tell, compile_overlapped
+from latentscan.lowering.places import name_groups
 from latentscan.lowering.select import lower, resolve_target
 from latentscan.lowering.states import share_final_states
 from latentscan.lowering.swap import Swapping, lower_swaps
@@ -26,6 +28,8 @@ class Executable:
         program: a finished program, or one with a choice of two forms; each form is lowered when it is first wanted.
         inputs: the names of the graph's inputs in calling order.
         on_form: called with the finished graph of each form when it is first made.
+        tell, agree: of :func:`compile_overlapped`, for graphs whose collectives are scheduled.
+        groups: process groups to use in place of others, by name.
     """
 
     def __init__(
@@ -35,7 +39,12 @@ class Executable:
         options: Options,
         weights: RecipeWeights | OwnedWeights,
         on_form: Callable[[Program, Graph], None] | None = None,
+        tell: Tell = lambda _: None,
+        agree: Agree | None = None,
+        groups: Mapping[str, str] | None = None,
     ) -> None:
+        self._groups = groups or {}
+        self._tell, self._agree = tell, agree
         self._program, self._options, self._weights, self._on_form = program, options, weights, on_form
         self._forms: dict[bool, Callable[..., Any]] = {}
         self._decide = _condition(program, inputs)
@@ -65,14 +74,19 @@ class Executable:
         share_final_states(graph)
         swaps = lower_swaps(graph, inductor=inductor)
         lower(graph, target)
-        outline_checkpoints(graph, higher_order=inductor)
+        name_groups(graph, self._groups)
+        outline_checkpoints(graph, higher_order=inductor or graph.overlap is not None)
         records = lower_cache_appends(graph.module)
         graph.clean()
         bind = self._weights.bind(graph) if graph.added else None
         forget_weights(graph)
         module = graph.module
         run: Callable[..., Any] = module.forward
-        if inductor:
+        if graph.overlap is not None:
+            run = compile_overlapped(
+                module, growth=graph.overlap, inductor=inductor, tell=self._tell, agree=self._agree
+            )  # fmt: skip
+        elif inductor:
             run = torch.compile(module, dynamic=True, fullgraph=True)
         if swaps:
             run = Swapping(run)

@@ -11,6 +11,7 @@ import torch
 
 from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
+from latentscan.ir.ops.waiting import place_of, plain
 from latentscan.ir.order import Collective, check_order
 
 PARALLEL = ("tensor-parallel", "sequence-parallel")  # passes that need a mesh, and leave a rank its part of the weights
@@ -146,6 +147,22 @@ def agree_on_order(mesh: Mesh, found: Sequence[Collective]) -> int:
             every = gather_facts(axis, mine) if mine else []
             check_order(dict(enumerate(every)) or {0: []}, axis.name)
     return len(found)
+
+
+def agree_on_starts(mesh: Mesh, phase: str, starts: Sequence[tuple[str, ...]]) -> None:
+    """The same for a graph that a compiler has ordered.
+
+    Args:
+        starts: name of each collective and its arguments that are no tensors; the last is the group's name.
+    """
+    for axis in mesh.axes:
+        if axis.size > 1:
+            mine = [_as_key(s, phase, axis.name) for s in starts if plain(s[-1]) == axis.group]
+            check_order(dict(enumerate(gather_facts(axis, mine))), axis.name)
+
+
+def _as_key(start: Sequence[str], phase: str, axis: str) -> tuple[str, ...]:
+    return start[0], phase, axis, "", "", place_of(start[-1])
 
 
 def check_call(mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> None:

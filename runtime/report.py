@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from latentscan.ir.weights import bytes_of
@@ -65,7 +66,14 @@ class Report:
     def graphs(self) -> list[dict[str, Any]]:
         """One row for each graph traced so far."""
         return [
-            {"training": g.training, "cached": g.cached, "forms": len(g.operations), "operations": g.operations}
+            {
+                "training": g.training,
+                "cached": g.cached,
+                "forms": len(g.operations),
+                "operations": g.operations,
+                "collectives": g.collectives,
+                "scheduled": [dataclasses.asdict(s) for s in g.scheduled],
+            }
             for g in self._session.graphs
         ]
 

@@ -16,11 +16,12 @@ from latentscan.ir.frontends.base import MARK
 from latentscan.ir.frontends.packing import packed_forward
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Mesh
+from latentscan.lowering.schedule import Scheduled
 from latentscan.passes.base import Context, Pass
 from latentscan.passes.pipeline import PassRecord, Program, is_cached, run
 from latentscan.runtime.binding import OwnedWeights
 from latentscan.runtime.executable import Executable
-from latentscan.runtime.mesh import agree_on_order, check_call
+from latentscan.runtime.mesh import agree_on_order, agree_on_starts, check_call
 from latentscan.runtime.models import FSDP_FLAG, prepare_sharded, refuse_inner_shards
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import check_places, get, shrink_tombstones
@@ -45,6 +46,7 @@ class TracedGraph:
     executable: Executable | None = field(default=None, repr=False)
     mesh: Mesh | None = field(default=None, repr=False)
     collectives: int = 0  # communications of one call, backward pass included
+    scheduled: list[Scheduled] = field(default_factory=list)  # what overlap-collectives did, forward and backward
 
     def note(self, program: Program, graph: Graph) -> None:
         """Count the canonical ops of a form that is about to be lowered; on a mesh, see that all ranks do the same."""
@@ -76,6 +78,7 @@ class Session:
         self.source: str | None = None  # what the model was converted from, as the command takes it
         self.graphs: list[TracedGraph] = []
         self.weights = OwnedWeights(model)
+        self.silent: dict[str, str] = {}  # group -> one that sends nothing; empty but for measurements
         self._compiled: dict[bool, Callable[..., Any]] = {}  # the forward, and the one of packed sequences
         self._forget: list[weakref.finalize[..., Any]] = []  # drop what Dynamo compiled
 
@@ -110,9 +113,26 @@ class Session:
         training, cached = graph.training, is_cached(graph)
         program = run(graph, self.passes, context, strict=False)
         traced = TracedGraph(training, cached, program.records, mesh=self.mesh)
-        traced.executable = Executable(program, inputs, self.options, self.weights, traced.note)
+        traced.executable = Executable(
+            program, inputs, self.options, self.weights, traced.note, traced.scheduled.append, self.agree,
+            groups=self.silent,
+        )  # fmt: skip
         self.graphs.append(traced)
         return traced.executable
+
+    def silence(self, groups: dict[str, str]) -> None:
+        """Compile what is called from now on with other groups, only to measure what communication costs.
+
+        Args:
+            groups: name of a mesh's group -> name of one in which nothing is sent. Results are then wrong.
+        """
+        self.reset()
+        self.silent = groups
+
+    def agree(self, phase: str, starts: list[tuple[str, ...]]) -> None:
+        """See that all ranks start the same collectives of a scheduled graph in the same order."""
+        if self.mesh is not None and not self.silent:
+            agree_on_starts(self.mesh, phase, starts)
 
     def compiled(self, *, packed: bool = False) -> Callable[..., Any]:
         if packed not in self._compiled:

@@ -17,16 +17,14 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
+from latentscan.ir.ops.waiting import wait
+
 _OPS = torch.ops._c10d_functional
-
-
-def _wait(x: Tensor) -> Tensor:
-    return _OPS.wait_tensor(x)
 
 
 def sum_over(x: Tensor, group: str) -> Tensor:
     """The sum over a group's ranks, without gradients."""
-    return _wait(_OPS.all_reduce(x.contiguous(), "sum", group))
+    return wait(_OPS.all_reduce(x.contiguous(), "sum", group), group, "all_reduce")
 
 
 class _CopyTo(torch.autograd.Function):
@@ -65,12 +63,12 @@ class _SumStart(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _wait(x)
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return wait(x, group, "all_reduce")
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None
 
 
 class _GatherLast(torch.autograd.Function):
@@ -80,7 +78,7 @@ class _GatherLast(torch.autograd.Function):
         rows = x.movedim(-1, 0)
         if sizes[rank] < max(sizes):  # an uneven gather is wrong without an error
             rows = torch.cat([rows, rows.new_zeros(max(sizes) - sizes[rank], *rows.shape[1:])])
-        every = _wait(_OPS.all_gather_into_tensor(rows.contiguous(), len(sizes), group))
+        every = wait(_OPS.all_gather_into_tensor(rows.contiguous(), len(sizes), group), group, "all_gather")
         if min(sizes) < max(sizes):
             every = torch.cat([every[i * max(sizes) : i * max(sizes) + n] for i, n in enumerate(sizes)])
         return every.movedim(0, -1).contiguous()
@@ -113,7 +111,7 @@ def copy_to(x: Tensor, axis: str, group: str) -> Tensor:
 
 def reduce_from(x: Tensor, axis: str, group: str) -> Tensor:
     """Leave a sharded region: partial sums are summed over the ranks; the gradient passes as it is."""
-    return _Wait.apply(_ReduceStart.apply(x, group))
+    return _Wait.apply(_ReduceStart.apply(x, group), group)
 
 
 def share_rows(x: Tensor, dim: int, total: int, own: Sequence[int], axis: str, group: str) -> Tensor:
@@ -164,7 +162,7 @@ def split_gated_norm(
         value = value * torch.nn.functional.silu(z.to(wide))
     of = torch.tensor(list(groups), device=x.device)
     member = (of[:, None] == torch.arange(count, device=x.device)).to(wide)  # [local channels, groups]
-    sums = _Wait.apply(_SumStart.apply(value.square() @ member, group))
+    sums = _Wait.apply(_SumStart.apply(value.square() @ member, group), group)
     value = value * (torch.rsqrt(sums / group_size + eps) @ member.t()) * weight.to(wide)
     if z is not None and norm_before_gate:
         value = value * torch.nn.functional.silu(z.to(wide))
@@ -186,7 +184,8 @@ def gather_shards(x: Tensor, dim: int, held: Sequence[Sequence[int]], total: int
     rows = x.movedim(dim, 0).contiguous()
     if rows.shape[0] < most:
         rows = torch.cat([rows, rows.new_zeros(most - rows.shape[0], *rows.shape[1:])])
-    every = _wait(_OPS.all_gather_into_tensor(rows, len(held), group)).unflatten(0, (len(held), most))
+    every = wait(_OPS.all_gather_into_tensor(rows, len(held), group), group, "all_gather")
+    every = every.unflatten(0, (len(held), most))
     whole = x.new_empty((total, *rows.shape[1:]))
     for part, indices in zip(every, held, strict=True):
         whole[torch.tensor(list(indices), dtype=torch.long, device=x.device)] = part[: len(indices)]

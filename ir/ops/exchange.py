@@ -20,6 +20,7 @@ from torch import Tensor
 
 from latentscan.ir.errors import MeshError
 from latentscan.ir.ops.collectives import sum_over
+from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
 
@@ -35,19 +36,19 @@ def ring(x: Tensor, step: int, size: int, rank: int, group: str) -> Tensor:
 class _TailStart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
-        ctx.shape = x.shape
+        ctx.shape, ctx.group = x.shape, group
         return ring(x, 1, size, rank, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _OPS.wait_tensor(grad).view(ctx.shape), None, None, None
+        return wait(grad, ctx.group, "send").view(ctx.shape), None, None, None
 
 
 class _TailWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
         ctx.where = size, rank, group
-        return _OPS.wait_tensor(x) * (rank > 0)
+        return wait(x, group, "send") * (rank > 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -116,7 +117,7 @@ def edge_ids(seq_idx: Tensor, like: Tensor, keep: int, axis: str, size: int, gro
     mine = torch.cat([seq_idx[:, :1], last], 1).long().contiguous()
     if not group:
         return mine.expand(size, *mine.shape).clone()
-    return _OPS.wait_tensor(_OPS.all_gather_into_tensor(mine, size, group)).view(size, *mine.shape)
+    return wait(_OPS.all_gather_into_tensor(mine, size, group), group, "all_gather").view(size, *mine.shape)
 
 
 def sum_partial(x: Tensor, axis: str, group: str) -> Tensor:
@@ -142,7 +143,8 @@ def _swap(x: Tensor, heads: bool, size: int, group: str) -> Tensor:
     parts = parts.transpose(0, 1).contiguous()  # one part a rank, outermost
     if group:
         even = [parts.numel() // size] * size
-        parts = _OPS.wait_tensor(_OPS.all_to_all_single(parts.view(-1), even, even, group)).view(parts.shape)
+        flat = wait(_OPS.all_to_all_single(parts.view(-1), even, even, group), group, "all_to_all")
+        parts = flat.view(parts.shape)
     if heads:  # [rank, b, h/R, s, d] -> [b, h/R, R s, d]
         return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return parts.permute(1, 0, 2, 3, 4).flatten(1, 2)  # [rank, b, h, s/R, d] -> [b, R h, s/R, d]
@@ -164,7 +166,7 @@ class _GatherShared(torch.autograd.Function):
         ctx.where = dim, size, group
         every = x[None].expand(size, *x.shape).contiguous()
         if group:
-            every = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.contiguous()[None], size, group))
+            every = wait(_OPS.all_gather_into_tensor(x.contiguous()[None], size, group), group, "all_gather")
         return every.movedim(0, dim).flatten(dim, dim + 1)
 
     @staticmethod
@@ -173,7 +175,7 @@ class _GatherShared(torch.autograd.Function):
         parts = grad.unflatten(dim, (size, grad.shape[dim] // size)).movedim(dim, 0).contiguous()
         if not group:
             return parts.sum(0), None, None, None
-        own = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(parts, "sum", size, group))
+        own = wait(_OPS.reduce_scatter_tensor(parts, "sum", size, group), group, "reduce_scatter")
         return own.view(parts.shape[1:]), None, None, None
 
 
@@ -194,7 +196,7 @@ def gather_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     x = x.contiguous()
     if not group:
         return x.repeat(1, size)
-    every = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x[None], size, group))
+    every = wait(_OPS.all_gather_into_tensor(x[None], size, group), group, "all_gather")
     return every.transpose(0, 1).flatten(1, 2)
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
+from latentscan.ir.ops.waiting import wait
+
 _OPS = torch.ops._c10d_functional
 
 
@@ -33,13 +35,14 @@ def _own(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
 
 
 def _gather(x: Tensor, dim: int, n: Any, size: int, group: str) -> Tensor:
-    every = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group))
+    every = wait(_OPS.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group), group, "all_gather")
     return every.index_select(0, torch.arange(n, device=x.device)).movedim(0, dim).contiguous()
 
 
 def _scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     rows = _fill_up(x.movedim(dim, 0), size)
-    return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(rows, "sum", size, group)).movedim(0, dim).contiguous()
+    own = wait(_OPS.reduce_scatter_tensor(rows, "sum", size, group), group, "reduce_scatter")
+    return own.movedim(0, dim).contiguous()
 
 
 class _GatherIn(torch.autograd.Function):

@@ -27,6 +27,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from latentscan.ir.ops.exchange import ring
+from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
 ALGORITHMS = ("all-gather", "log-scan")
@@ -81,7 +82,7 @@ def state_wait(
     if not group:
         return started.clone() if algorithm == "all-gather" else before(started, message, 1, size, rank, group)
     if algorithm == "all-gather":
-        return _OPS.wait_tensor(started)
+        return wait(started, group, "all_gather")
     return before(started, message, 1, size, rank, group)
 
 
@@ -91,7 +92,7 @@ def before(started: Tensor, own: Tensor, way: int, size: int, rank: int, group: 
     place = rank if way > 0 else size - 1 - rank
     outside, inside, distance = None, own, 1
     while distance < size:
-        got = (_OPS.wait_tensor(started) if group else started).view(own.shape)
+        got = (wait(started, group, "send") if group else started).view(own.shape)
         there = place >= distance  # ring ends are closed: what comes round is masked
         got = torch.cat([got[..., :1] * there + (not there), got[..., 1:] * there], -1)
         outside = got if outside is None else _joined(got, outside)
@@ -155,7 +156,7 @@ def whole_state(
     else:
         whole = _joined(messages, own) * (rank == size - 1)
         if group:
-            whole = _OPS.wait_tensor(_OPS.all_reduce(whole.contiguous(), "sum", group))
+            whole = wait(_OPS.all_reduce(whole.contiguous(), "sum", group), group, "all_reduce")
         decay, state = whole[0, ..., 0], whole[0, ..., 1:].unflatten(-1, (head_dim, -1))
     if init is not None:
         state = state + _times(decay, init.to(state.dtype))
@@ -193,12 +194,12 @@ class _Enter(torch.autograd.Function):
         x, dt, A, B, C, D, dt_bias, seq_idx = ctx.saved_tensors
         where, group = ctx.where, ctx.where["group"]
         if where["algorithm"] == "all-gather":
-            dstate = (_OPS.wait_tensor(sent) if group else sent).view(entering.shape)
+            dstate = (wait(sent, group, "reduce_scatter") if group else sent).view(entering.shape)
         else:
             after = before(sent, own, -1, where["size"], where["rank"], group)
             dstate = after[0, ..., 1:].unflatten(-1, entering.shape[-2:])
             if dwhole is not None:
-                dwhole = _OPS.wait_tensor(dwhole) if group else dwhole
+                dwhole = wait(dwhole, group, "all_reduce") if group else dwhole
                 dstate = dstate + _times(after[0, ..., 0], dwhole)
         found = _kernel(where, "chunk_scan_backward")(
             dy, dstate.contiguous(), x, dt, A, B, C, D, None, dt_bias, entering, seq_idx, None, **ctx.options

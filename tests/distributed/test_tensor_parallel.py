@@ -46,33 +46,27 @@ def test_a_llama_whose_heads_the_ranks_do_not_divide_equals_one_process(tmp_path
     assert min(max(found["gradients"]) for found in dropped) > 100 * TOLERANCE
 
 
+CONVERTED: dict[str, Any] = {
+    **LLAMA, "pipeline": "mha-to-mla,tensor-parallel", "reference": "mha-to-mla",
+}  # fmt: skip
+ATTENTION: list[dict[str, Any]] = [
+    LLAMA, {"family": "qwen2"}, {"family": "qwen3"}, {"family": "deepseek_v3"}, CONVERTED,
+]  # fmt: skip
+MIXERS: list[dict[str, Any]] = [{"family": family} for family in ("mamba2", "bamba", "nemotron_h", "granitemoehybrid")]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole-tokens", "own-tokens"])
+@pytest.mark.parametrize("families", [ATTENTION, MIXERS], ids=["attention", "mixers"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_five_steps_of_training_equal_one_process(world, tmp_path):
-    """Over 4 ranks KV heads are held twice, so that every rank has query heads."""
-    families: list[dict[str, Any]] = [LLAMA, {"family": "qwen2"}, {"family": "qwen3"}, {"family": "deepseek_v3"}]
-    cases = [{**case, "steps": 5, "do": ["generate"]} for case in families]
-    for ranks in launch(world, cases, tmp_path, timeout=1800):
-        check(ranks, steps=5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-def test_sequence_parallel_equals_one_process(world, tmp_path):
-    """Lengths 13, 9 and 15: filled up over 2 ranks, and two of them over 3."""
-    both = "tensor-parallel,sequence-parallel"
-    families: list[dict[str, Any]] = [LLAMA, {"family": "qwen2"}, {"family": "deepseek_v3"}, {"family": "nemotron_h"}]
-    cases = [{**case, "pipeline": both, "steps": 3, "do": ["generate"]} for case in families]
-    for ranks in launch(world, cases, tmp_path, timeout=1800):
-        check(ranks, steps=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-def test_mixers_of_mamba_equal_one_process(world, tmp_path):
-    """Over 3 ranks the 2 groups of B and C are held by all ranks that read them, and the norms' groups straddle."""
-    families = ("mamba2", "bamba", "nemotron_h", "granitemoehybrid")
-    cases = [{"family": family, "steps": 5, "do": ["generate"]} for family in families]
+def test_five_steps_of_training_equal_one_process(world, families, sequence, tmp_path):
+    """Over 4 ranks KV heads are held twice, so that every rank has query heads; over 3 and 4 the 2 groups of B and C
+    are held by all ranks that read them, and the norms' groups straddle. With sequence parallelism the lengths 13 to 17
+    and 9 are filled up."""
+    cases = []
+    for case in families:
+        text = case.get("pipeline", "tensor-parallel") + (",sequence-parallel" if sequence else "")
+        cases.append({**case, "pipeline": text, "steps": 5, "do": ["generate"]})
     for ranks in launch(world, cases, tmp_path, timeout=1800):
         check(ranks, steps=5)
 

@@ -6,6 +6,8 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     pipeline            what it is wrapped with; tensor-parallel alone if left out
     mesh                ``tp=<world>`` if left out
     steps               optimiser steps (default 1)
+    reference           what the one process is wrapped with (default: not wrapped); its passes come first in pipeline
+    against             another pipeline on the same mesh, whose weights after the steps must be the same bits
     drop                leave out the collective of this number in the training graph (sabotage)
     do                  more to do afterwards: "generate", "save:<folder>", "unwrap", "load", "nll", "mismatch"
     rank_overrides      {rank: overrides of that rank alone} for ranks that do not agree
@@ -14,6 +16,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import sys
 from datetime import timedelta
@@ -86,7 +89,7 @@ def local_norm(*args: Any) -> torch.Tensor:
     try:
         collectives._SumStart.apply = lambda x, group: x.clone()  # type: ignore[method-assign]
         whole = collectives._Wait.apply
-        collectives._Wait.apply = lambda x: x  # type: ignore[method-assign]
+        collectives._Wait.apply = lambda x, group: x  # type: ignore[method-assign]
         return collectives.split_gated_norm(*args)
     finally:
         collectives._SumStart.apply, collectives._Wait.apply = kept, whole  # type: ignore[method-assign]
@@ -96,7 +99,7 @@ def gathered(model: torch.nn.Module, values: dict[str, Any]) -> dict[str, Any]:
     """Values by the names of the wrapped model, whole and by their original names. Communicates."""
     values = dict(values)
     for recipe in reversed(session_of(model).plan.recipes):  # type: ignore[union-attr]
-        if all(values.get(t) is not None for t in recipe.targets):
+        if recipe.group and all(values.get(t) is not None for t in recipe.targets):
             assert recipe.inverse is not None
             made = recipe.inverse(*[values.pop(t) for t in recipe.targets])
             values.update(zip(recipe.sources, made, strict=True))
@@ -121,9 +124,12 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     dtype = overrides.pop("dtype", "float32")
     one = smollm2() if case["family"] == "smollm2" else perturbed(build(case["family"], **overrides))
     one = one.to(getattr(torch, dtype))
+    case["start"] = copy.deepcopy(one) if "against" in case else None
     one.train(case.get("train", True))
     held = sum(p.numel() for p in one.parameters())
     model = wrap(copy.deepcopy(one), case.get("pipeline", "tensor-parallel"), mesh=case.get("mesh", f"tp={world}"))
+    if "reference" in case:
+        wrap(one, case["reference"])
     kept = session_module.Executable
     droppable = []
 
@@ -142,6 +148,8 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         result = compare(case, model, one)
     finally:
         session_module.Executable = kept  # type: ignore[misc]
+    if "against" in case:
+        result |= same_bits(case, model, one)
     result["droppable"] = droppable[0] if droppable else 0
     result["held"] = sum(p.numel() for p in model.parameters()), held
     for what in case.get("do", ()):
@@ -172,6 +180,19 @@ def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) 
         "gradients": gradients,
         "sites": [s.module for r in graph.records for s in r.sites],
         "collectives": graph.collectives,
+    }
+
+
+def same_bits(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) -> dict[str, Any]:
+    """Whether a model wrapped in another way came to the same weights in the same steps; and what was scheduled."""
+    mesh = session_of(model).mesh  # type: ignore[union-attr]
+    other = wrap(copy.deepcopy(case["start"]), case["against"], mesh=mesh.text())  # type: ignore[union-attr]
+    compare(case, other, copy.deepcopy(case["start"]))
+    mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    scheduled = session_of(model).graphs[0].scheduled  # type: ignore[union-attr]
+    return {
+        "bits": all(torch.equal(p, theirs[n]) for n, p in mine.items()) and mine.keys() == theirs.keys(),
+        "scheduled": [dataclasses.asdict(s) for s in scheduled],
     }
 
 

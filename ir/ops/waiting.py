@@ -1,0 +1,123 @@
+"""Waiting for a collective, with an error that says who waited for what, and where the other ranks are.
+
+The time-out is the process group's (``wrap(..., timeout=)`` sets it). Whoever waits in vain writes to the store that
+torch.distributed keeps for the job where it is, and reads what the others wrote there.
+
+The name of a group may carry the module that a collective is for: ``0@model.layers.1.mlp`` is group ``0``
+(:func:`alias`). So the place survives every compiler in between, down to the calls that Inductor writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives
+from torch import Tensor
+
+from latentscan.ir.errors import MeshError
+
+_OPS = torch.ops._c10d_functional
+_ANSWER = 5.0  # seconds that the others are given to say where they are
+_SEPARATOR = "@"
+
+
+def alias(group: str, place: str) -> str:
+    """A group's name that also tells what it is used for; the group itself is the same."""
+    if not group or not place:
+        return group
+    name = f"{group}{_SEPARATOR}{place}"
+    from torch._C import _distributed_c10d as c10d
+
+    pg = _resolve(group)
+    with contextlib.suppress(RuntimeError):  # there is none of that name, or its group is gone
+        if _resolve(name) is pg:
+            return name
+    with contextlib.suppress(RuntimeError):
+        c10d._unregister_process_group(name)
+    c10d._register_process_group(name, pg)
+    return name
+
+
+def plain(group: str) -> str:
+    """The group's own name."""
+    return group.partition(_SEPARATOR)[0]
+
+
+def place_of(group: str) -> str:
+    """What a group's name says that it is used for; empty if nothing."""
+    return group.partition(_SEPARATOR)[2]
+
+
+def _resolve(group: str) -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._resolve_process_group(group)
+
+
+def wait(x: Tensor, group: str, what: str) -> Tensor:
+    """``x`` once the collective that makes it is done.
+
+    Args:
+        group: of the collective. what: its name.
+
+    Raises:
+        MeshError: the other ranks did not come in time, or one ended.
+    """
+    if torch.compiler.is_compiling():  # a compiler sees the wait alone
+        return _OPS.wait_tensor(x)
+    try:
+        return _OPS.wait_tensor(x)
+    except RuntimeError as error:
+        raise lost(group, what, error) from error
+
+
+def lost(group: str, what: str, error: BaseException) -> MeshError:
+    """The error of a wait that failed: this rank, the collective, the module, and where the others say they are."""
+    import torch.distributed as dist
+
+    name, place = plain(group), place_of(group)
+    here = f"{what} for {place}" if place else what
+    rank, told = 0, "nothing is known of the others"
+    with contextlib.suppress(Exception):
+        pg = _resolve(name)
+        rank = dist.get_rank()
+        count = pg._get_sequence_number_for_group()
+        told = _others(name, pg, rank, f"{here}, collective {count} of its group")
+        here = f"{here}, collective {count} of its group"
+    ended = "closed" in str(error) or "reset" in str(error)
+    why = "another rank ended" if ended else "the others did not come in time"
+    return MeshError(
+        f"rank {rank} waited at {here}: {why} ({_short(error)}). {told}",
+        where=place,
+        remedy="see the ranks that gave no sign; start the job again from its last checkpoint",
+    )
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).split("] ", 1)[-1].split(". ")[0]
+    return text[:160]
+
+
+def _others(group: str, pg: Any, rank: int, here: str) -> str:
+    """Tell the store where this rank is, and read where the others of the group are."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    store.set(f"latentscan/{group}/{rank}", here)
+    deadline, lines = time.monotonic() + _ANSWER, []
+    for other in dist.get_process_group_ranks(pg):
+        if other == rank:
+            continue
+        key = f"latentscan/{group}/{other}"
+        try:
+            left = max(0.05, deadline - time.monotonic())
+            store.wait([key], timedelta(seconds=left))
+            lines.append(f"rank {other} waits at {store.get(key).decode()}")
+        except Exception:  # noqa: BLE001  the wait's own time-out, or a store that went with its rank
+            lines.append(f"rank {other} gave no sign: it ended, or computes, or waits for a shorter time")
+    return "; ".join(lines)
