@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from latentscan.ir.graph import Graph, module_path
-from latentscan.ir.ops import collectives, exchange, sequence
+from latentscan.ir.ops import collectives, exchange, sequence, state_exchange
 from latentscan.ir.ops.waiting import alias
 
 _TALKING = {
     *collectives.COLLECTIVES, *sequence.SEQUENCE, *exchange.MESSAGES, *exchange.SWAPS, exchange.sum_partial,
-} - {exchange.pack_state, exchange.entering_state}  # fmt: skip
+    *state_exchange.TALKING,
+} - {exchange.last_tokens}  # fmt: skip
 
 
 def name_groups(graph: Graph, instead: Mapping[str, str] | None = None) -> int:

@@ -18,7 +18,7 @@ from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonica
 from latentscan.ir.ops import ssm_exchange as _exchange  # noqa: F401
 from latentscan.ir.ops.state_exchange import scan_enter
 from latentscan.kernels.triton.chunk_configs import refusal
-from latentscan.lowering import reference
+from latentscan.lowering import reference, triton_mamba
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -93,7 +93,8 @@ def _scan_gradient(graph: Graph, node: fx.Node) -> fx.Node | None:
     return graph.call_like(node, node.target, *node.args, **{**node.kwargs, "kernels": NAMESPACE})  # type: ignore
 
 
-KERNELS = {
+KERNELS: dict[str, Any] = {
     **reference.KERNELS,
     "chunk_scan": _chunk_scan, "chunk_state": _chunk_state, "scan_enter": _scan_gradient, "scan_leave": _scan_gradient,
 }  # fmt: skip
+triton_mamba.register(KERNELS)

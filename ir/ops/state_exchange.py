@@ -291,3 +291,4 @@ def scan_leave(
 
 
 STATES = (pack_state, state_start, state_wait, entering_state, whole_state, decays_of, scan_enter, scan_leave)
+TALKING = (state_start, state_wait, whole_state, scan_enter, scan_leave)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import latentscan
 from latentscan.ir.capture import capture
 from latentscan.ir.errors import KernelError, PipelineError
-from latentscan.lowering import select, triton
+from latentscan.lowering import reference, select, triton, triton_mamba
 from latentscan.lowering.select import lower, resolve_target
 
 
@@ -102,3 +102,24 @@ def test_the_public_function_runs_the_reference_on_the_cpu():
     want = torch.ops.latentscan.chunk_scan(*args, chunk_size=64, dt_softplus=True, dt_min=0.0, dt_max=float("inf"))
     torch.testing.assert_close((y, state), tuple(want))
     assert latentscan.chunk_scan(*args, dt_softplus=True).shape == y.shape
+
+
+def test_the_target_serves_every_op_that_has_a_kernel():
+    """Every op of the namespace ``latentscan_triton`` that is no backward and no in-place form is in the table."""
+    names = {
+        n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if "latentscan_triton::" in n
+    }
+    ours = {n for n in names if not n.endswith(("_backward", "_"))}
+    assert {"causal_conv1d", "gated_rms_norm", "mamba_mixer", "selective_scan", "state_update", "conv_update"} < ours
+    assert ours <= set(triton.KERNELS)
+    assert set(reference.KERNELS) <= set(triton.KERNELS)
+
+
+def test_a_mixer_of_tensors_on_a_gpu_is_given_its_kernels(monkeypatch):
+    """As on CUDA: the device that the rules see is the only thing that is not there."""
+    monkeypatch.setattr(triton_mamba, "unserved", lambda *args, **kwargs: None)
+    from latentscan.runtime.wrap import planning_graph
+    from latentscan.tests.models import build
+
+    done = lower(planning_graph(build("mamba2"), cached=False), "triton")
+    assert {"causal_conv1d", "chunk_scan", "gated_rms_norm"} <= set(done)
