@@ -31,6 +31,7 @@ from latentscan.ir.layout import SmallNumbers, is_layout, linear_of
 from latentscan.ir.ops import base
 from latentscan.ir.ops.collectives import COLLECTIVES
 from latentscan.ir.ops.exchange import SWAPS
+from latentscan.ir.ops.sequence import SEQUENCE
 from latentscan.ir.ops.state_exchange import scan_leave
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
@@ -156,6 +157,8 @@ class _Walk:
             self._linear(op, inputs)
         elif is_layout(op):
             self._layout(op, inputs)
+        elif op.target in SEQUENCE:
+            self._shared_out(op, inputs[0])
         elif name in _ALONG_OTHERS:
             self._along(op, name, inputs)
         elif name == "getitem" and self._chosen_rows(op, inputs):
@@ -168,6 +171,8 @@ class _Walk:
             self._pointwise(op, inputs)
         elif is_reduction(op):
             self._reduction(op, inputs)
+        elif name == "einsum" and isinstance(op.args[0], str):
+            self._einsum(op, inputs)
         elif is_matmul(op):
             self._matmul(op, inputs)
         elif name in _MOVES:
@@ -224,6 +229,16 @@ class _Walk:
             self._end(op, "linear-in-tokens", f"{op.name} is linear along the sequence")
         else:
             dims[op] = dims[x] if rank == len(self.graph.shape(x)) else 0  # type: ignore[index, arg-type]
+
+    def _shared_out(self, op: fx.Node, x: fx.Node) -> None:
+        """Tokens shared out once more, over another axis of the mesh, or gathered from it."""
+        dim = self.tokens.dims[x]
+        if op.args[1] != dim:
+            self._end(op, "tokens-crossed", f"{op.name} cuts dimension {op.args[1]}, and tokens lie along {dim}")
+            return
+        self.tokens.dims[op] = dim
+        if self.small(self.graph.shape(op)[dim]) not in self.counts:
+            self.counts.append(self.small(self.graph.shape(op)[dim]))
 
     def _along(self, op: fx.Node, name: str, inputs: list[fx.Node]) -> None:
         """Choosing, sorting and adding up along one dimension keeps tokens apart along another."""
@@ -327,6 +342,16 @@ class _Walk:
             dims[op] = PARTIAL
         else:
             self._end(op, "mixes-tokens", f"{op.name} ({name_of(op)}) works along the sequence")
+
+    def _einsum(self, op: fx.Node, inputs: list[fx.Node]) -> None:
+        terms, out = str(op.args[0]).replace(" ", "").split("->") if "->" in str(op.args[0]) else ("", "")
+        given = dict(zip(op.args[1:], terms.split(","), strict=False))
+        letters = {given[n][self.tokens.dims[n]] for n in inputs if n in given and "." not in given[n]}
+        elsewhere = "".join(t for n, t in given.items() if n not in inputs)
+        if len(letters) == 1 and "." not in terms and (letter := letters.pop()) in out and letter not in elsewhere:
+            self.tokens.dims[op] = out.index(letter)
+        else:
+            self._end(op, "mixes-tokens", f"{op.name} ({op.args[0]}) works along the sequence")
 
     def _matmul(self, op: fx.Node, inputs: list[fx.Node]) -> None:
         dims, rank = self.tokens.dims, len(self.graph.shape(op))

@@ -15,7 +15,7 @@ from latentscan.ir.mla import argument
 from latentscan.ir.ops import exchange, ssm_exchange
 from latentscan.ir.ops import state_exchange as states
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
-from latentscan.passes.context_parallel import CONV, SCAN, cp_axis, ends_here, finish, sums_site, whole_graph
+from latentscan.passes.context_parallel import CONV, GRADIENTS, SCAN, cp_axis, ends_here, finish, sums_site, whole_graph
 from latentscan.passes.mamba_projection import HIDES, projection_of, take_apart
 
 
@@ -35,10 +35,12 @@ class MambaContextParallel(Pass):
         "(R - 1) s in one step, log-scan ceil(log2 R) s in as many steps, of which the first is hidden: by default "
         "log-scan where ceil(log2 R) < R - 1. The convolution's first d_conv - 1 tokens need the previous rank's last "
         "ones: their rows of the in-projection are computed first and sent during the rest of it. "
-        "Gradients of weights and the loss are summed over the ranks. Refused unless all else keeps tokens apart."
+        "The loss and, unless gradients=partial leaves that to an optimiser that is sharded over dp x cp, the weights' "
+        "gradients are summed over the ranks. Refused unless all else keeps tokens apart."
     )
 
     algorithm: str = field(default="auto", metadata={"choices": ("auto", *states.ALGORITHMS)})
+    gradients: str = field(default="sum", metadata={"choices": GRADIENTS})
 
     def chosen(self, size: int) -> str:
         """How states are exchanged between ``size`` ranks."""
@@ -57,12 +59,12 @@ class MambaContextParallel(Pass):
         found: list[Site | Refusal] = []
         for node in (*graph.calls(CONV), *scans):
             found.append(self._scan_site(graph, node, axis) if node.target is SCAN else _conv_site(graph, node, axis))
-        return [*found, sums_site(axis)] if ends_here(self.name, context) else found
+        return [*found, sums_site(axis, self.gradients)] if ends_here(self.name, context) else found
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
         axis = cp_axis(context.mesh)
         if site.rule == "sums":
-            finish(graph, axis, self.name)
+            finish(graph, axis, self.name, self.gradients)
             return
         node = graph.node(site.anchor)
         if node.target is SCAN:
@@ -77,7 +79,9 @@ class MambaContextParallel(Pass):
         size = 4 * int(heads) * (int(width) * int(d_state) + 1)
         sent = (steps if algorithm == "log-scan" else axis.size - 1) * size
         facts = {"ranks": axis.size, "bytes_per_row": size, "algorithm": algorithm, "sent_per_row": sent}
-        rule = f"ceil(log2 {axis.size}) = {steps} {'<' if steps < axis.size - 1 else '>='} R - 1 = {axis.size - 1} states"
+        rule = (
+            f"ceil(log2 {axis.size}) = {steps} {'<' if steps < axis.size - 1 else '>='} R - 1 = {axis.size - 1} states"
+        )
         why = rule if self.algorithm == "auto" else "as the option says"
         note = f"{algorithm} ({why}) of decay and state of {heads} heads, fp32: a rank sends {sent} bytes a row, twice"
         return Site(module_path(node), "state-exchange", node.name, facts, note)
@@ -157,7 +161,7 @@ def _split_scan(graph: Graph, node: fx.Node, axis: Axis, algorithm: str, name: s
         tokens = None
         if graph.training:
             given = (x, dt, A, B, C, get["D"], get["dt_bias"], seq_idx)
-            tokens = graph.call(states.scan_enter, *given, *where, **options)
+            tokens = graph.call(states.scan_enter, *given, *where, **options, final=1 in users)
     with graph.before(node, name):
         messages = graph.call(states.state_wait, started, own, *where)
         entering = graph.call(states.entering_state, messages, init, ids, head_dim, algorithm, axis.rank)

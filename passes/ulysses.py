@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from latentscan.ir.normalize import ATTENTION, CAUSAL_MASK, LATENT_ATTENTION
 from latentscan.ir.ops import exchange
 from latentscan.ir.ops.mask import packing_mask
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
-from latentscan.passes.context_parallel import cp_axis, ends_here, finish, sums_site, whole_graph
+from latentscan.passes.context_parallel import GRADIENTS, cp_axis, ends_here, finish, sums_site, whole_graph
 
 PACKING_MASK = packing_mask.op
 
@@ -39,6 +39,8 @@ class Ulysses(Pass):
         "Source: Jacobs et al. 2023, DeepSpeed-Ulysses."
     )
 
+    gradients: str = field(default="sum", metadata={"choices": GRADIENTS})
+
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
         axis = cp_axis(context.mesh)
         if axis.size == 1:
@@ -50,12 +52,12 @@ class Ulysses(Pass):
         if refusals or not all_of_them:
             return list(refusals)
         found: list[Site | Refusal] = [_site(graph, n, axis) for n in all_of_them]
-        return [*found, sums_site(axis)] if ends_here(self.name, context) else found
+        return [*found, sums_site(axis, self.gradients)] if ends_here(self.name, context) else found
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
         axis = cp_axis(context.mesh)
         if site.rule == "sums":
-            finish(graph, axis, self.name)
+            finish(graph, axis, self.name, self.gradients)
             return
         node = graph.node(site.anchor)
         where = (axis.name, axis.size, axis.group)

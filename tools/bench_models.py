@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,8 @@ def cut(config: Any, layers: int | None) -> Any:
         raise PipelineError(f"the model has {there} layers, not {layers}", remedy=f"give at most {there}")
     for name in ("layers_block_type", "layer_types"):
         if isinstance(getattr(config, name, None), list):
-            setattr(config, name, getattr(config, name)[:layers])
+            with contextlib.suppress(AttributeError):  # of some classes it is made from the number of layers
+                setattr(config, name, getattr(config, name)[:layers])
     if config.num_hidden_layers != layers:
         config.num_hidden_layers = layers
     return config

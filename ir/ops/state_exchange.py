@@ -74,9 +74,7 @@ def state_start(message: Tensor, algorithm: str, axis: str, size: int, rank: int
     return ring(message, 1, size, rank, group)
 
 
-def state_wait(
-    started: Tensor, message: Tensor, algorithm: str, axis: str, size: int, rank: int, group: str
-) -> Tensor:
+def state_wait(started: Tensor, message: Tensor, algorithm: str, axis: str, size: int, rank: int, group: str) -> Tensor:
     """What :func:`state_start` started: all messages [R, b, H, 1 + P N], or by log-scan that of the ranks before
     together, [1, b, H, 1 + P N]."""
     if not group:
@@ -198,7 +196,7 @@ class _Enter(torch.autograd.Function):
         else:
             after = before(sent, own, -1, where["size"], where["rank"], group)
             dstate = after[0, ..., 1:].unflatten(-1, entering.shape[-2:])
-            if dwhole is not None:
+            if where["final"]:
                 dwhole = wait(dwhole, group, "all_reduce") if group else dwhole
                 dstate = dstate + _times(after[0, ..., 0], dwhole)
         found = _kernel(where, "chunk_scan_backward")(
@@ -224,6 +222,10 @@ class _Leave(torch.autograd.Function):
         where, rank, size, group = ctx.where, *(ctx.where[k] for k in ("rank", "size", "group"))
         if dy is None:
             dy = C.new_zeros(()).expand(*dt.shape, entering.shape[2])
+        if not where["final"]:  # nobody reads it; a compiler may give zeros for its gradient nevertheless
+            dfinal = None
+        elif dfinal is None:
+            dfinal = torch.zeros_like(entering)
         into = _kernel(where, "output_state")(dy, C, dt, A, dt_bias, seq_idx, **ctx.limits)
         if ids is not None:
             into = into * goes_on(ids, rank)
@@ -257,15 +259,16 @@ def _kernel(where: dict[str, Any], name: str) -> Any:
 def scan_enter(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, dt_bias: Tensor | None,
     seq_idx: Tensor | None, algorithm: str, axis: str, size: int, rank: int, group: str,
-    *, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float, kernels: str = "latentscan",
+    *, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float, final: bool = False,
+    kernels: str = "latentscan",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Tokens for :func:`scan_leave`: gradients of a scan of these arguments, which itself runs on detached ones.
 
     Args:
-        kernels: the namespace of the ops that compute the backward.
+        final: whether the state after the whole sequence is read. kernels: the namespace of the backward's ops.
     """
     options = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_min": dt_min, "dt_max": dt_max}
-    where = {"algorithm": algorithm, "size": size, "rank": rank, "group": group, "kernels": kernels}
+    where = {"algorithm": algorithm, "size": size, "rank": rank, "group": group, "kernels": kernels, "final": final}
     return _Enter.apply(x, dt, A, B, C, D, dt_bias, seq_idx, options, where)
 
 
@@ -283,7 +286,8 @@ def scan_leave(
     """
     limits = {"dt_softplus": dt_softplus, "dt_min": dt_min, "dt_max": dt_max}
     where = {"algorithm": algorithm, "size": size, "rank": rank, "group": group, "kernels": kernels}
-    final = entering if final is None else final
+    where["final"] = final is not None
+    final = entering.new_empty(0) if final is None else final  # one tensor may not be given twice
     return _Leave.apply(
         y, final, *tokens, C.detach(), dt.detach(), A.detach(), None if dt_bias is None else dt_bias.detach(), seq_idx,
         decays, entering, init, ids, limits, where,

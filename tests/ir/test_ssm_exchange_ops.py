@@ -126,12 +126,10 @@ def simulated(s: Shards, algorithm: str, final: bool, monkeypatch) -> list[torch
         state, decay = chunk_state(*[detached[i] for i in (0, 1, 2, 3, 6)], idx, **SCAN)
         own = state_exchange.pack_state(state, decay, ids, rank)
         started = state_exchange.state_start(own, *where)
-        tokens = state_exchange.scan_enter(x, dt, A, Bs, C, D, bias, idx, *where, chunk_size=4, **SCAN)
+        tokens = state_exchange.scan_enter(x, dt, A, Bs, C, D, bias, idx, *where, chunk_size=4, final=final, **SCAN)
         messages = state_exchange.state_wait(started, own, *where)
         entering = state_exchange.entering_state(messages, init, ids, x.shape[3], algorithm, rank)
-        y, _ = ssm.chunk_scan.op(
-            *detached[:6], None, detached[6], entering, idx, None, chunk_size=4, **SCAN
-        )
+        y, _ = ssm.chunk_scan.op(*detached[:6], None, detached[6], entering, idx, None, chunk_size=4, **SCAN)
         whole, total = state_exchange.whole_state(messages, own, init, x.shape[3], *where) if final else (None, None)
         decays = state_exchange.decays_of(messages, own, total, algorithm)
         y, end = state_exchange.scan_leave(
