@@ -268,7 +268,7 @@ class _Walk:
         return self._numbers(shape[dim], self.tokens.each.get(node, 1)).reshape(view).expand(shape)
 
     def _numbers(self, size: int, each: int = 1) -> torch.Tensor:
-        """0, 1, ... for each batch row, each number ``each`` times: ``size`` has the tokens of a row, or of all rows."""
+        """0, 1, ... for each batch row, each number ``each`` times: ``size`` has the tokens of one row or of all."""
         tokens = size // each
         length = tokens if tokens in self.counts else next((n for n in self.counts if tokens % n == 0), tokens)
         return torch.arange(tokens).repeat_interleave(each) % length

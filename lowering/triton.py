@@ -16,7 +16,6 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonical ops)
 from latentscan.ir.ops import ssm_exchange as _exchange  # noqa: F401
-from latentscan.ir.ops.state_exchange import scan_enter
 from latentscan.kernels.triton.chunk_configs import refusal
 from latentscan.lowering import reference, triton_mamba
 

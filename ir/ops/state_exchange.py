@@ -61,7 +61,7 @@ def goes_on(ids: Tensor, rank: int) -> Tensor:
     return (same | torch.full_like(same, rank == 0))[:, None, None, None]
 
 
-# -- forward ------------------------------------------------------------------------------------------------------------
+# -- forward ----------------------------------------------------------------------------------------------------------
 
 
 def state_start(message: Tensor, algorithm: str, axis: str, size: int, rank: int, group: str) -> Tensor:
@@ -170,7 +170,7 @@ def decays_of(messages: Tensor, own: Tensor, whole: Tensor | None, algorithm: st
     return torch.stack([ones, messages[0, ..., 0], ones if whole is None else whole]).detach()
 
 
-# -- backward -----------------------------------------------------------------------------------------------------------
+# -- backward ---------------------------------------------------------------------------------------------------------
 
 
 class _Enter(torch.autograd.Function):

@@ -3,7 +3,8 @@
 A shard of a sequence gives ``S``, its final state from zero, and ``decay``, what it multiplies an entering state by.
 Its outputs give ``G`` to the gradient of the state that entered it::
 
-    chunk_state(x, dt, A, B)  -> S, decay            output_state(dy, C, dt, A) -> G = sum_t exp(sum_{s<=t} A dt'_s) dy_t C_t^T
+    chunk_state(x, dt, A, B)  -> S, decay
+    output_state(dy, C, dt, A) -> G = sum_t exp(sum_{s<=t} A dt'_s) dy_t C_t^T
 
 Shapes: as in :mod:`latentscan.kernels.reference.ssm`. Packed sequences: the entering state reaches the first one only,
 and a shard in which a sequence starts after the first token has decay 0.

@@ -1,6 +1,6 @@
 """Context parallelism on two GPUs: memory, step time beside data parallelism, exposed communication, scaling.
 
-    torchrun --standalone --nproc-per-node 2 -m latentscan.tests.device.context_parallel_device [--layers 8] [--inductor]
+    torchrun --standalone --nproc-per-node 2 -m latentscan.tests.device.context_parallel_device [--inductor]
 
 A Mamba-2 of the 2.7B class, random weights, bf16, an AdamW in fp32 whose states are sharded over all data- and
 context-parallel ranks. The gradients of both kinds of rank go through the same reduce-scatter, so what differs between

@@ -1,8 +1,8 @@
 """One rank of a context-parallel training run, compared with one process; started as torchrun does.
 
-    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=NAME] [set=JSON]
+    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=N] [set=JSON]
 
-Writes what differs to OUT (json) on rank 0. ``drop=NAME`` leaves one kind of collective out: a sabotage. ``set`` changes
+Writes what differs to OUT (json) on rank 0. ``drop=N`` leaves one kind of collective out: a sabotage. ``set`` changes
 the tiny model's configuration.
 """
 

@@ -1,6 +1,6 @@
 """The kernels of context parallelism's states against the reference in fp64, under Triton's interpreter.
 
-Started by ``test_chunk_exchange.py`` in a process of its own, because the interpreter is chosen when triton is imported.
+Started by ``test_chunk_exchange.py`` in a process of its own: the interpreter is chosen when triton is imported.
 Prints one JSON object: case -> largest error of a value over the largest value.
 """
 
