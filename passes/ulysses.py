@@ -35,7 +35,7 @@ class Ulysses(Pass):
         "balanced. Rotary positions were applied before and are those of the whole sequence. n_h must be divisible by "
         "the ranks; n_kv too, or the ranks by n_kv: then KV heads are sent to all ranks that read them. Volume a rank: "
         "(R - 1)/R (L/R) b (2 n_h d + 2 max(n_kv, R) d) elements. Where K and V come of a latent, it is gathered and "
-        "each rank expands its own heads if R (d_c + d_r) < n_kv (d_k + d_v); the absorbed form gathers the latent always. "
+        "each rank expands its own heads if R (d_c + d_r) < n_kv (d_k + d_v); the absorbed form always gathers it. "
         "Source: Jacobs et al. 2023, DeepSpeed-Ulysses."
     )
 
