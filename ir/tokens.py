@@ -155,7 +155,7 @@ class _Walk:
             self._loss(op)
         elif linear_of(self.graph, op) is not None or name == "linear":
             self._linear(op, inputs)
-        elif is_layout(op) and name != "to":  # which may name another device than that of the numbers
+        elif is_layout(op) and not is_pointwise(op):  # a cast may name another device than that of the numbers
             self._layout(op, inputs)
         elif op.target in SEQUENCE:
             self._shared_out(op, inputs[0])

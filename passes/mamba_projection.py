@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from latentscan.ir.graph import Graph
+from latentscan.ir.graph import VALUE, Graph
+from latentscan.ir.layout import is_layout
 from latentscan.ir.ops import exchange, ssm
 
 _SPLITS = (torch.split, torch.functional.split, "split")
@@ -106,6 +107,7 @@ def take_apart(graph: Graph, conv: fx.Node, found: Projection, keep: int, axis: 
         ]
         tail = _product(graph, graph.call(exchange.last_tokens, x, keep, axis), *rows)
     items = {u.args[1]: u for u in found.split.users}
+    changed: set[fx.Node] = set()
     for index, run in enumerate(runs):
         late = run[0] in found.late
         with graph.before(scan if late else found.linear, name):
@@ -117,6 +119,11 @@ def take_apart(graph: Graph, conv: fx.Node, found: Projection, keep: int, axis: 
         for i, piece in zip(run, pieces, strict=True):
             if i in items:
                 graph.replace(items[i], piece)
+                changed.add(piece)
+    for node in graph.nodes:  # views of the pieces share their storage now
+        if is_layout(node) and changed.intersection(node.all_input_nodes):
+            node.meta[VALUE] = graph.evaluate(node)
+            changed.add(node)
     return tail
 
 

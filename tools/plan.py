@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from latentscan import __version__
-from latentscan.ir.cost import Kind, Values, cache_bytes_per_token, cost_by_kind, peak_bytes, saved_bytes
+from latentscan.ir import kept
+from latentscan.ir.cost import Kind, Values, cache_bytes_per_token, cost_by_kind, evaluate, peak_bytes
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Mesh, parse_mesh
 from latentscan.ir.weights import bytes_of
@@ -28,6 +30,7 @@ from latentscan.runtime.phases import Phase, Traced, traced_phases, values_of
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.source import Source
 from latentscan.runtime.wrap import plan_of
+from latentscan.tools.break_even import exchange_plan, sequence_ranks
 from latentscan.tools.fold import fold
 from latentscan.tools.plan_mesh import mesh_plan
 
@@ -63,7 +66,9 @@ def plan(
         it makes and of those that they replace. "sites", "refusals": with
         repeated layers folded. "weights": before, after, made, released. "cache": bytes_per_token of one row before and
         after, state_bytes_per_row, bytes_at_seq. "phases": by name, tokens, past, forms, and before and after each with
-        flops, activation_bytes (peak, or saved for the backward pass; upper estimates), nodes and kinds of nodes.
+        flops, activation_bytes (peak, or saved for the backward pass; upper estimates), nodes and kinds of nodes; with
+        a sequence split over ranks, "after" is one rank's, tokens_a_rank what it computes, and "exchange" what it sends
+        for each kind of layer, one way, beside an all-to-all on heads and recomputation, with the formulas.
         "errors": passes that find nothing, as ``wrap`` would raise them.
 
     Raises:
@@ -184,7 +189,15 @@ def _run(
         if id(end) not in counted:
             step(f"counting what {phase.name} costs")
             counted[id(end)] = cost_by_kind(end.graph, backward=phase.name == "train")
-        phases[phase.name]["after"] = _figures(end.graph, counted[id(end)], phase, values[phase])
+        mine = values[phase]
+        if sequence_ranks(end.graph):  # a rank's graph: its part of the tokens
+            ranks = mesh.axis("cp").size if mesh is not None else 1
+            phases[phase.name]["tokens_a_rank"] = phase.tokens // ranks
+            mine = values_of(end.graph, replace(phase, new=phase.new // ranks))
+        phases[phase.name]["after"] = _figures(end.graph, counted[id(end)], phase, mine)
+        if sequence_ranks(end.graph):
+            forward = sum(k.flops.at(mine) for name, k in counted[id(end)].items() if not name.endswith(" backward"))
+            phases[phase.name]["exchange"] = exchange_plan(end.graph, ranks, phase.batch, phase.new, forward)
         phases[phase.name]["forms"] = {
             r.name: _taken(r, values[phase]) for r in end.records if r.choice is not None and r.sites
         }
@@ -226,7 +239,8 @@ def _figures(graph: Graph, kinds: dict[str, Kind], phase: Phase, values: Values)
         }
         for name, k in kinds.items()
     }
-    activations = saved_bytes(graph, values) if phase.name == "train" else peak_bytes(graph, values)
+    training = phase.name == "train"
+    activations = evaluate(kept.total(kept.training(graph)), values) if training else peak_bytes(graph, values)
     return {
         "flops": sum(r["flops"] for r in rows.values()),
         "activation_bytes": activations,
