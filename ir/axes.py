@@ -27,7 +27,7 @@ POINTWISE = {
     "gelu", "relu", "relu2", "sigmoid", "tanh", "softplus", "clamp", "abs", "square", "where", "maximum", "minimum",
     "to", "float", "type_as", "type", "half", "bfloat16", "masked_fill", "sin", "cos", "eq", "ne", "gt", "ge", "lt",
     "le", "leaky_relu", "elu", "hardswish", "mish", "rsub", "logical_and", "logical_or", "logical_not", "dropout",
-    "erf", "expm1", "reciprocal", "bool", "long", "int", "detach",
+    "erf", "expm1", "reciprocal", "bool", "long", "int", "detach", "invert", "bitwise_not",
 }  # fmt: skip
 REDUCTIONS = {"mean", "sum", "var", "std", "softmax", "log_softmax", "amax", "amin", "norm", "cumsum"}
 NORMS = {"layer_norm", "rms_norm"}

@@ -21,6 +21,9 @@ from latentscan.ir.cost import Memo, Values, bytes_expression
 from latentscan.ir.graph import REGION, VALUE, Graph
 from latentscan.ir.layout import is_layout, linear_of
 from latentscan.ir.ops.base import REGISTRY
+from latentscan.ir.ops.collectives import copy_to
+from latentscan.ir.ops.exchange import MESSAGES, gather_shared, sum_partial, to_heads, to_tokens
+from latentscan.ir.ops.state_exchange import STATES, scan_enter, scan_leave
 from latentscan.ir.ops.swap import SWAP_OUT
 from latentscan.ir.sizes import expression
 
@@ -32,6 +35,7 @@ _NOTHING = {
     torch._C._nn.pad,
     "new_ones", "new_zeros", "scatter", "topk", "expand", torch.arange, F.pad, torch.sym_min, torch.sym_max,
 }  # fmt: skip
+_EXCHANGES = {*STATES, *MESSAGES, copy_to, gather_shared, to_heads, to_tokens, sum_partial}
 _PRODUCTS = {
     operator.mul, torch.mul, "mul", operator.matmul, torch.matmul, torch.bmm, torch.mm, torch.einsum, "matmul", "bmm",
     operator.truediv, torch.div, "div",
@@ -83,6 +87,17 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
     if linear is not None:
         if _trained(graph, linear.weight):
             keep(linear.x)
+    elif target is operator.getitem and _without_gradients(node.args[0]):
+        pass
+    elif target is F.linear:  # rows of a weight
+        keep(node.args[0])
+    elif target in _EXCHANGES:
+        if target is scan_enter:
+            keep(*inputs)
+        elif target is scan_leave:
+            keep(node.args[8], node.args[9])  # decays and the entering state; the rest the scan's other end keeps
+    elif _without_gradients(node):
+        pass
     elif info is not None:
         _canonical(graph, node, info.name, found, keep)
     elif target in _NOTHING or is_layout(node):
@@ -100,6 +115,13 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
     else:
         keep(*inputs, node)
     return found
+
+
+def _without_gradients(node: Any) -> bool:
+    """An exchange, or a scan on detached values, whose gradients are :func:`scan_enter`'s."""
+    if not isinstance(node, fx.Node) or not node.args:
+        return False
+    return node.target in _EXCHANGES or (node.target in REGISTRY and getattr(node.args[0], "target", "") == "detach")
 
 
 def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) -> None:

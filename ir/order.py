@@ -15,6 +15,7 @@ from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.mesh import Mesh
 from latentscan.ir.ops import collectives as ops
 from latentscan.ir.ops import exchange
+from latentscan.ir.ops import state_exchange as states
 from latentscan.ir.ops.sequence import SEQUENCE
 from latentscan.ir.sizes import expression
 
@@ -63,7 +64,7 @@ class Collective:
 def collectives(graph: Graph) -> list[Collective]:
     """All communications: those of the forward pass in the graph's order, then the backward pass's (if the graph
     trains), which autograd runs from the last node to the first."""
-    nodes = [n for n in graph.nodes if n.target in (*ops.COLLECTIVES, *SEQUENCE, *_EXCHANGES)]
+    nodes = [n for n in graph.nodes if n.target in (*ops.COLLECTIVES, *SEQUENCE, *_EXCHANGES, *states.STATES)]
     forward = [c for n in nodes for c in _of(graph, n, "forward")]
     backward = [c for n in reversed(nodes) for c in _of(graph, n, "backward")] if graph.training else []
     return forward + backward
@@ -74,14 +75,58 @@ _EXCHANGES: dict[Any, tuple[str, str, int]] = {
     exchange.tail_start: ("send", "send", -4),
     exchange.edge_ids: ("all_gather", "", -3),
     exchange.gather_tokens: ("all_gather", "", -3),
-    exchange.gather_start: ("all_gather", "reduce_scatter", -3),
+    exchange.gather_shared: ("all_gather", "reduce_scatter", -3),
     exchange.to_heads: ("all_to_all", "all_to_all", -3),
     exchange.to_tokens: ("all_to_all", "all_to_all", -3),
     exchange.sum_partial: ("all_reduce", "", -2),
 }
 
 
+def _of_states(graph: Graph, node: fx.Node, phase: str) -> list[Collective]:
+    """What the exchange of a scan's states sends; see :mod:`latentscan.ir.ops.state_exchange`."""
+    at = next((i for i, a in enumerate(node.args) if a in states.ALGORITHMS), None)
+    if at is None or node.target is states.entering_state or node.target is states.decays_of:
+        return []
+    algorithm, axis, size = node.args[at : at + 3]  # type: ignore[misc]
+    again = states.steps_of(size) - 1  # type: ignore[arg-type]
+    names: dict[tuple[str, Any], list[str]] = {
+        ("forward", states.state_start): ["all_gather"],
+        ("backward", states.scan_leave): ["reduce_scatter"],
+    }
+    if algorithm == "log-scan":
+        whole = ["all_reduce"] if node.target is states.scan_leave and node.args[1] is not None else []
+        names = {
+            ("forward", states.state_start): ["send"],
+            ("forward", states.state_wait): ["send"] * again,
+            ("forward", states.whole_state): ["all_reduce"],
+            ("backward", states.scan_leave): ["send", *whole],
+            ("backward", states.scan_enter): ["send"] * again,
+        }
+    if node.target in (states.scan_enter, states.scan_leave):
+        rows, heads, width, d_state = (
+            graph.value(node.args[9]).shape if node.target is states.scan_leave  # type: ignore[arg-type]
+            else (*graph.shape(node.args[0])[:1], *graph.shape(node.args[0])[2:], graph.shape(node.args[3])[3])  # type: ignore
+        )  # fmt: skip
+        dtype = torch.float64 if graph.value(node.args[0]).dtype == torch.float64 else torch.float32  # type: ignore
+        state = _count((rows, heads, width, d_state))
+    else:
+        message = graph.value(node.args[1 if node.target is states.whole_state else 0])  # type: ignore[arg-type]
+        message = graph.value(node.args[1]) if node.target is states.state_wait else message  # type: ignore[arg-type]
+        state, dtype = _count(message.shape), message.dtype
+        rows, heads = 0, 0
+    made = []
+    for name in names.get((phase, node.target), []):
+        elements = state
+        if node.target in (states.scan_enter, states.scan_leave) and name == "send":  # with the decays
+            elements = state + _count((rows, heads))
+        where = module_path(node)
+        made.append(Collective(name, phase, str(axis), elements, dtype, node.target.__name__, where, node.name))  # type: ignore
+    return made
+
+
 def _of(graph: Graph, node: fx.Node, phase: str) -> list[Collective]:
+    if node.target in states.STATES:
+        return _of_states(graph, node, phase)
     x, target = graph.value(node.args[0]), node.target
     if target in _EXCHANGES:
         name, back, at = _EXCHANGES[target]

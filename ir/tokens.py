@@ -31,10 +31,14 @@ from latentscan.ir.layout import SmallNumbers, is_layout, linear_of
 from latentscan.ir.ops import base
 from latentscan.ir.ops.collectives import COLLECTIVES
 from latentscan.ir.ops.exchange import SWAPS
+from latentscan.ir.ops.sequence import SEQUENCE
+from latentscan.ir.ops.state_exchange import scan_leave
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
 _FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
 _MOVES = {"pad", "flip", "roll", "repeat"}  # in general; along other dimensions they are not followed either
+_ALONG_OTHERS = {"topk", "sort", "argsort", "gather", "scatter", "cumsum", "cumprod"}
+_IN_PLACE = {"itruediv", "iadd", "isub", "imul", "add_", "sub_", "mul_", "div_"}
 _MASKS = ("causal_mask", "packing_mask", "fit_padding")
 
 
@@ -57,11 +61,13 @@ class Tokens:
 
     Attributes:
         dims: value -> the dimension that runs over tokens (alone, or with the batch outside it), or PARTIAL.
+        each: value -> how many places along that dimension a token has, side by side; 1 where it is not said.
         ends: nodes that mix tokens. masks: attention masks made of the lengths alone or of position ids.
         positions: nodes that count the tokens from 0, which is right on the first rank only.
     """
 
     dims: dict[fx.Node, int] = field(default_factory=dict)
+    each: dict[fx.Node, int] = field(default_factory=dict)
     ends: list[End] = field(default_factory=list)
     masks: set[fx.Node] = field(default_factory=set)
     positions: list[fx.Node] = field(default_factory=list)
@@ -89,6 +95,7 @@ class _Walk:
                 self._seed(node)
             elif node.op in ("call_function", "call_method"):
                 self._visit(node)
+                self._inherit(node)
         if self.tokens.dims and not self.lengths:
             first = next(iter(self.tokens.dims))
             why = f"the graph was traced for {self.graph.shape(first)[1]} tokens alone, so what counts them is not seen"
@@ -115,6 +122,17 @@ class _Walk:
             if dim is not None and dim < len(self.graph.shape(leaf)):
                 self.tokens.dims[leaf] = dim
 
+    def _inherit(self, op: fx.Node) -> None:
+        """Results have as many places for a token as the inputs, unless the visit said otherwise."""
+        dims, each = self.tokens.dims, self.tokens.each
+        leaves = [n for _, n in results(op) if dims.get(n, PARTIAL) != PARTIAL and n not in each]
+        found = {each.get(n, 1) for n in tensor_inputs(op) if dims.get(n, PARTIAL) != PARTIAL}
+        if not leaves or producer(op) is not op or found <= {1}:
+            return
+        if len(found) > 1:
+            self._end(op, "tokens-crossed", f"{op.name} combines values with {sorted(found)} places for a token")
+        each.update(dict.fromkeys(leaves, max(found)))
+
     def _visit(self, op: fx.Node) -> None:
         dims = self.tokens.dims
         name = getattr(op.target, "_opname", name_of(op))
@@ -137,16 +155,24 @@ class _Walk:
             self._loss(op)
         elif linear_of(self.graph, op) is not None or name == "linear":
             self._linear(op, inputs)
-        elif is_layout(op):
+        elif is_layout(op) and not is_pointwise(op):  # a cast may name another device than that of the numbers
             self._layout(op, inputs)
+        elif op.target in SEQUENCE:
+            self._shared_out(op, inputs[0])
+        elif name in _ALONG_OTHERS:
+            self._along(op, name, inputs)
+        elif name == "getitem" and self._chosen_rows(op, inputs):
+            dims[op] = dims[op.args[1]]  # type: ignore[index]
         elif name == "embedding" or op.target in COLLECTIVES:  # over other axes of the mesh, which have all tokens
             dims[op] = dims[inputs[0]]
         elif op.target in base.REGISTRY:
             self._canonical(op)
-        elif is_pointwise(op):
+        elif is_pointwise(op) or name in _IN_PLACE or op.target in _IN_PLACE:
             self._pointwise(op, inputs)
         elif is_reduction(op):
             self._reduction(op, inputs)
+        elif name == "einsum" and isinstance(op.args[0], str):
+            self._einsum(op, inputs)
         elif is_matmul(op):
             self._matmul(op, inputs)
         elif name in _MOVES:
@@ -204,18 +230,48 @@ class _Walk:
         else:
             dims[op] = dims[x] if rank == len(self.graph.shape(x)) else 0  # type: ignore[index, arg-type]
 
+    def _shared_out(self, op: fx.Node, x: fx.Node) -> None:
+        """Tokens shared out once more, over another axis of the mesh, or gathered from it."""
+        dim = self.tokens.dims[x]
+        if op.args[1] != dim:
+            self._end(op, "tokens-crossed", f"{op.name} cuts dimension {op.args[1]}, and tokens lie along {dim}")
+            return
+        self.tokens.dims[op] = dim
+        if self.small(self.graph.shape(op)[dim]) not in self.counts:
+            self.counts.append(self.small(self.graph.shape(op)[dim]))
+
+    def _along(self, op: fx.Node, name: str, inputs: list[fx.Node]) -> None:
+        """Choosing, sorting and adding up along one dimension keeps tokens apart along another."""
+        dims = self.tokens.dims
+        place = 2 if name == "topk" else 1
+        over = op.kwargs.get("dim", op.args[place] if len(op.args) > place else -1)
+        rank = len(self.graph.shape(inputs[0]))
+        where = {(dims[n], len(self.graph.shape(n))) for n in inputs}
+        if not isinstance(over, int) or len(where) > 1 or over % rank == dims[inputs[0]]:
+            self._end(op, "mixes-tokens", f"{op.name} ({name}) works along the sequence")
+            return
+        for _, leaf in results(op):
+            dims[leaf] = dims[inputs[0]]
+        if op.target == "scatter_":  # what was the same for every token no longer is
+            dims[op.args[0]] = dims[inputs[0]]  # type: ignore[index]
+
+    def _chosen_rows(self, op: fx.Node, inputs: list[fx.Node]) -> bool:
+        """Whether each token takes rows of a value that all tokens share (the weights of its experts)."""
+        return len(op.args) == 2 and op.args[1] in inputs and op.args[0] not in inputs
+
     def _labels(self, node: fx.Node) -> torch.Tensor:
         """Token numbers of every element."""
         shape = [self.small(s) for s in self.graph.shape(node)]
         dim = self.tokens.dims[node]
         view = [1] * len(shape)
         view[dim] = shape[dim]
-        return self._numbers(shape[dim]).reshape(view).expand(shape)
+        return self._numbers(shape[dim], self.tokens.each.get(node, 1)).reshape(view).expand(shape)
 
-    def _numbers(self, size: int) -> torch.Tensor:
-        """0, 1, ... for each batch row: ``size`` is the number of tokens of a row, or of all rows."""
-        length = size if size in self.counts else next((n for n in self.counts if size % n == 0), size)
-        return torch.arange(size) % length
+    def _numbers(self, size: int, each: int = 1) -> torch.Tensor:
+        """0, 1, ... for each batch row, each number ``each`` times: ``size`` has the tokens of one row or of all."""
+        tokens = size // each
+        length = tokens if tokens in self.counts else next((n for n in self.counts if tokens % n == 0), tokens)
+        return torch.arange(tokens).repeat_interleave(each) % length
 
     def _layout(self, op: fx.Node, inputs: list[fx.Node]) -> None:
         given = {
@@ -224,9 +280,9 @@ class _Walk:
         value = execute(op, self.small, {n: t.contiguous() for n, t in given.items()})
         for place, leaf in results(op):
             labels = item(value, place)
-            fits = [d for d in range(labels.dim()) if self._runs_along(labels, d)]
+            fits = [(d, e) for d in range(labels.dim()) if (e := self._runs_along(labels, d))]
             if len(fits) == 1:
-                self.tokens.dims[leaf] = fits[0]
+                self.tokens.dims[leaf], self.tokens.each[leaf] = fits[0]
             else:
                 self._end(op, "tokens-moved", f"{op.name} ({name_of(op)}) drops, repeats or reorders tokens")
                 return
@@ -234,12 +290,16 @@ class _Walk:
     def _small_shape(self, node: fx.Node) -> list[int]:
         return [self.small(s) for s in self.graph.shape(node)]
 
-    def _runs_along(self, labels: torch.Tensor, dim: int) -> bool:
+    def _runs_along(self, labels: torch.Tensor, dim: int) -> int:
+        """How many places side by side every token has along a dimension; 0 if the tokens do not lie along it."""
         size = labels.shape[dim]
         view = [1] * labels.dim()
         view[dim] = size
-        whole = any(size % n == 0 for n in self.counts)
-        return whole and bool((labels == self._numbers(size).reshape(view)).all())
+        first = labels.movedim(dim, 0).reshape(size, -1)[:, 0]
+        each = int((first == first[0]).long().cumprod(0).sum())
+        if size % each or not any(size // each % n == 0 for n in self.counts):
+            return 0
+        return each if bool((labels == self._numbers(size, each).reshape(view)).all()) else 0
 
     def _canonical(self, op: fx.Node) -> None:
         """An op whose axes say where the tokens are; unless handled it must do nothing along them."""
@@ -251,9 +311,11 @@ class _Walk:
                 op, _RULES.get(name, "mixes-tokens"), f"{op.name} ({name or name_of(op)}) looks at the whole sequence"
             )
         if info is None:  # an exchange: heads against tokens lie as before, messages hold no tokens
-            for _, leaf in leaves:
-                if len(self.graph.shape(leaf)) == 4 and op.target in SWAPS:
-                    self.tokens.dims[leaf] = 2
+            for place, leaf in leaves:
+                if op.target in SWAPS:  # heads against tokens, or a shared value: [b, h, L, d] or [b, L, d]
+                    self.tokens.dims[leaf] = len(self.graph.shape(leaf)) - 2
+                elif op.target is scan_leave and place == (0,):
+                    self.tokens.dims[leaf] = 1
             return
         for place, leaf in leaves:
             axes = info.axes.get(f"out{place[0]}" if place else "out", ())
@@ -280,6 +342,16 @@ class _Walk:
             dims[op] = PARTIAL
         else:
             self._end(op, "mixes-tokens", f"{op.name} ({name_of(op)}) works along the sequence")
+
+    def _einsum(self, op: fx.Node, inputs: list[fx.Node]) -> None:
+        terms, out = str(op.args[0]).replace(" ", "").split("->") if "->" in str(op.args[0]) else ("", "")
+        given = dict(zip(op.args[1:], terms.split(","), strict=False))
+        letters = {given[n][self.tokens.dims[n]] for n in inputs if n in given and "." not in given[n]}
+        elsewhere = "".join(t for n, t in given.items() if n not in inputs)
+        if len(letters) == 1 and "." not in terms and (letter := letters.pop()) in out and letter not in elsewhere:
+            self.tokens.dims[op] = out.index(letter)
+        else:
+            self._end(op, "mixes-tokens", f"{op.name} ({op.args[0]}) works along the sequence")
 
     def _matmul(self, op: fx.Node, inputs: list[fx.Node]) -> None:
         dims, rank = self.tokens.dims, len(self.graph.shape(op))

@@ -11,6 +11,7 @@ from torch import fx
 
 from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import Graph
+from latentscan.ir.ops.state_exchange import scan_enter, scan_leave
 from latentscan.ir.sizes import same
 
 # target -> module whose ``KERNELS`` maps an op's name to ``lower(graph, node) -> new node or None``
@@ -62,9 +63,11 @@ def lower(graph: Graph, target: str) -> dict[str, int]:
     table: dict[str, Lowering] = importlib.import_module(TARGETS[target]).KERNELS
     done: dict[str, int] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or getattr(node.target, "namespace", "") != "latentscan":
+        if node.op != "call_function":
             continue
-        name = node.target._opname  # type: ignore[union-attr]
+        if getattr(node.target, "namespace", "") != "latentscan" and node.target not in (scan_enter, scan_leave):
+            continue
+        name = getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
         rule = table.get(name)
         with graph.before(node, f"lower{{target={target}}}"):
             new = rule(graph, node) if rule else None

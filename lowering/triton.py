@@ -15,6 +15,7 @@ from torch import fx
 from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonical ops)
+from latentscan.ir.ops import ssm_exchange as _exchange  # noqa: F401
 from latentscan.kernels.triton.chunk_configs import refusal
 from latentscan.lowering import reference, triton_mamba
 
@@ -66,6 +67,8 @@ def _define_with_backward(name: str, module: str) -> Any:
 
 
 CHUNK_SCAN = _define_with_backward("chunk_scan", "latentscan.kernels.triton.chunk_scan")
+CHUNK_STATE = _define("chunk_state", "latentscan.kernels.triton.chunk_exchange")
+OUTPUT_STATE = _define("output_state", "latentscan.kernels.triton.chunk_exchange")
 
 
 def _chunk_scan(graph: Graph, node: fx.Node) -> fx.Node | None:
@@ -75,5 +78,22 @@ def _chunk_scan(graph: Graph, node: fx.Node) -> fx.Node | None:
     return graph.call_like(node, CHUNK_SCAN, *node.args, **node.kwargs)
 
 
-KERNELS: dict[str, Any] = {**reference.KERNELS, "chunk_scan": _chunk_scan}
+def _chunk_state(graph: Graph, node: fx.Node) -> fx.Node | None:
+    x, B = (graph.value(node.args[i]) for i in (0, 3))  # type: ignore[arg-type]
+    return None if refusal(x, B) is not None else graph.call_like(node, CHUNK_STATE, *node.args, **node.kwargs)
+
+
+def _scan_gradient(graph: Graph, node: fx.Node) -> fx.Node | None:
+    """The two ends of a scan whose states are exchanged: their backward's ops become kernels."""
+    at = (0, 3)  # x and B, or y and C: one has the heads' width, the other the state's
+    x, wide = (graph.value(node.args[i]) for i in at)  # type: ignore[arg-type]
+    if refusal(x, wide) is not None:
+        return None
+    return graph.call_like(node, node.target, *node.args, **{**node.kwargs, "kernels": NAMESPACE})  # type: ignore
+
+
+KERNELS: dict[str, Any] = {
+    **reference.KERNELS,
+    "chunk_scan": _chunk_scan, "chunk_state": _chunk_state, "scan_enter": _scan_gradient, "scan_leave": _scan_gradient,
+}  # fmt: skip
 triton_mamba.register(KERNELS)

@@ -8,13 +8,14 @@ from torch import fx
 
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Axis, Mesh
-from latentscan.ir.mla import attentions
-from latentscan.ir.ops import exchange, ssm, ssm_exchange
+from latentscan.ir.normalize import ATTENTION, LATENT_ATTENTION
+from latentscan.ir.ops import exchange, ssm, ssm_exchange, state_exchange
 from latentscan.ir.ops.collectives import copy_to
 from latentscan.ir.tokens import PARTIAL, follow_tokens
 from latentscan.passes.base import Context, Refusal, Site
 
 SCAN, CONV = ssm.chunk_scan.op, ssm.causal_conv1d.op
+GRADIENTS = ("sum", "partial")  # of weights: summed over the ranks, or left to a sharded optimiser
 NAMES = ("mamba-context-parallel", "ulysses")
 _REMEDIES = {
     "attention": "add ulysses to the pipeline",
@@ -36,11 +37,11 @@ def ends_here(name: str, context: Context) -> bool:
 
 def handled(graph: Graph, names: tuple[str, ...]) -> set[fx.Node]:
     """Nodes that look beyond their own token and are taken care of, before or after the rewrite."""
-    taken = set(graph.calls(*exchange.SWAPS, *exchange.MESSAGES))
+    taken = set(graph.calls(*exchange.SWAPS, *exchange.MESSAGES, *state_exchange.STATES))
     if "mamba-context-parallel" in names:
-        taken |= set(graph.calls(SCAN, CONV, ssm_exchange.state_output.op, ssm_exchange.chunk_state.op))
+        taken |= set(graph.calls(SCAN, CONV, ssm_exchange.chunk_state.op))
     if "ulysses" in names:
-        taken |= set(attentions(graph))
+        taken |= set(graph.calls(ATTENTION, LATENT_ATTENTION))
     return taken
 
 
@@ -54,11 +55,15 @@ def whole_graph(graph: Graph, context: Context) -> list[Refusal]:
     ]
 
 
-def sums_site(axis: Axis) -> Site:
-    return Site("", "sums", "", {"ranks": axis.size}, "gradients of weights and the loss are summed over cp")
+def sums_site(axis: Axis, gradients: str) -> Site:
+    """The site of what the last pass over the axis sums."""
+    what = "gradients of weights and the loss are summed over cp"
+    if gradients == "partial":
+        what = "the loss is summed over cp; gradients of weights are each rank's part, for an optimiser over dp x cp"
+    return Site("", "sums", "", {"ranks": axis.size, "gradients": gradients}, what)
 
 
-def finish(graph: Graph, axis: Axis, name: str) -> None:
+def finish(graph: Graph, axis: Axis, name: str, gradients: str = "sum") -> None:
     """Sum the gradients of weights, and outputs that are sums over tokens, over the ranks; count positions from the
     shard's first token."""
     tokens = follow_tokens(graph, handled(graph, NAMES))
@@ -70,7 +75,7 @@ def finish(graph: Graph, axis: Axis, name: str) -> None:
             shifted = graph.call(operator.add, node, first)
         for user in users:
             user.replace_input_with(node, shifted)
-    if graph.training:
+    if graph.training and gradients == "sum":
         made = {a.placeholder for a in graph.added}  # new weights have fake values until they are Parameters
         for weight in [n for n in graph.nodes if n.op == "placeholder" and graph.weight(n) is not None]:
             value = graph.weight(weight).value  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from latentscan.runtime.phases import Phase, Traced, traced_phases, values_of
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.source import Source
 from latentscan.runtime.wrap import plan_of
+from latentscan.tools.break_even import exchange_plan, sequence_ranks
 from latentscan.tools.fold import fold
 from latentscan.tools.plan_mesh import mesh_plan, rate
 
@@ -69,8 +71,10 @@ def plan(
         it makes and of those that they replace. "sites", "refusals": with
         repeated layers folded. "weights": before, after, made, released. "cache": bytes_per_token of one row before and
         after, state_bytes_per_row, bytes_at_seq. "phases": by name, tokens, past, forms, and before and after each with
-        flops, activation_bytes (peak, an upper estimate; or kept for the backward pass on a GPU, without the loss), and
-        nodes and kinds of nodes.
+        flops, activation_bytes (peak, an upper estimate; or kept for the backward pass on a GPU, without the loss),
+        nodes and kinds of nodes; with a sequence split over ranks, "after" is one rank's, tokens_a_rank what it
+        computes, and "exchange" what it sends for each kind of layer, one way, beside an all-to-all on heads and
+        recomputation, with the formulas.
         "errors": passes that find nothing, as ``wrap`` would raise them.
 
     Raises:
@@ -196,7 +200,15 @@ def _run(
         if id(end) not in counted:
             step(f"counting what {phase.name} costs")
             counted[id(end)] = cost_by_kind(end.graph, backward=phase.name == "train")
-        phases[phase.name]["after"] = _figures(end.graph, counted[id(end)], phase, values[phase])
+        mine = values[phase]
+        if sequence_ranks(end.graph):  # a rank's graph: its part of the tokens
+            ranks = mesh.axis("cp").size if mesh is not None else 1
+            phases[phase.name]["tokens_a_rank"] = phase.tokens // ranks
+            mine = values_of(end.graph, replace(phase, new=phase.new // ranks))
+        phases[phase.name]["after"] = _figures(end.graph, counted[id(end)], phase, mine)
+        if sequence_ranks(end.graph):
+            forward = sum(k.flops.at(mine) for name, k in counted[id(end)].items() if not name.endswith(" backward"))
+            phases[phase.name]["exchange"] = exchange_plan(end.graph, ranks, phase.batch, phase.new, forward)
         phases[phase.name]["forms"] = {
             r.name: _taken(r, values[phase]) for r in end.records if r.choice is not None and r.sites
         }

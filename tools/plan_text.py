@@ -70,6 +70,9 @@ def show(data: dict[str, Any], console: Console, *, explain: bool = False) -> No
     if "mesh" in data:
         for table in _mesh(data["mesh"]):
             console.print(table)
+    for phase in data["phases"].values():
+        if phase.get("exchange"):
+            console.print(_exchange(phase["exchange"], phase["tokens_a_rank"]))
     if explain:
         for name, phase in data["phases"].items():
             console.print(_kinds(name, phase))
@@ -175,6 +178,22 @@ def _estimate(mesh: dict[str, Any]) -> list[Table]:
         times = (f"{row[k] * 1e3:.3f} ms" for k in ("compute_s", "sending_s", "exposed_s"))
         table.add_row(name, *times, f"{row['hidden']:.1%}", f"{row['exposed_share']:.1%}")
     return [table]
+
+
+def _exchange(data: dict[str, Any], tokens: int) -> Group:
+    table = Table(title=f"states of a sequence over {data['ranks']} ranks, {tokens} tokens a rank: bytes sent, one way")
+    for column in ("layers", data["algorithm"], "the other", "tails", "all-to-all on heads", "fewer from tokens on"):
+        table.add_column(column, justify="right")
+    for row in data["rows"]:
+        keys = ("state_bytes", "other_algorithm_bytes", "tail_bytes", "heads_bytes")
+        table.add_row(str(row["layers"]), *(bytes_text(row[k]) for k in keys), f"{row['break_even_length']:,}")
+    lines = [f"{name}: {text}" for name, text in data["formulas"].items()]
+    rate = data["bytes_per_recomputed_tflop"]
+    lines.append(
+        f"all layers, both ways: {bytes_text(data['bytes'])}; recomputing takes {flops_text(data['forward_flops'])}: "
+        f"at 400 TFLOP/s the exchange is the faster from {rate * 400 / 1e9:.3g} GB/s on"
+    )
+    return Group(table, Text("\n".join(lines), style="dim"))
 
 
 def _kinds(name: str, phase: dict[str, Any]) -> Table:

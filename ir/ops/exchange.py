@@ -1,4 +1,6 @@
-"""What ranks of a context-parallel axis tell each other about a Mamba layer: convolution tails and states.
+"""What ranks of a context-parallel axis tell each other: convolution tails, heads against tokens, sums.
+
+The states of scans are in :mod:`latentscan.ir.ops.state_exchange`.
 
 Starts and waits are apart, in forward and, by their gradients, in backward: a start's gradient waits for what the
 wait's gradient started. So whatever a graph has between a start and its wait hides the transfer, and what autograd runs
@@ -18,11 +20,12 @@ from torch import Tensor
 
 from latentscan.ir.errors import MeshError
 from latentscan.ir.ops.collectives import sum_over
+from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
 
 
-def _ring(x: Tensor, step: int, size: int, rank: int, group: str) -> Tensor:
+def ring(x: Tensor, step: int, size: int, rank: int, group: str) -> Tensor:
     """Start to send all of ``x`` to the rank ``step`` further on; gives a flat tensor of the same size."""
     to, source = (rank + step) % size, (rank - step) % size
     counts_in = [x.numel() if q == to else 0 for q in range(size)]
@@ -33,90 +36,24 @@ def _ring(x: Tensor, step: int, size: int, rank: int, group: str) -> Tensor:
 class _TailStart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
-        ctx.shape = x.shape
-        return _ring(x, 1, size, rank, group)
+        ctx.shape, ctx.group = x.shape, group
+        return ring(x, 1, size, rank, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _OPS.wait_tensor(grad).view(ctx.shape), None, None, None
+        return wait(grad, ctx.group, "send").view(ctx.shape), None, None, None
 
 
 class _TailWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
         ctx.where = size, rank, group
-        return _OPS.wait_tensor(x) * (rank > 0)
+        return wait(x, group, "send") * (rank > 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         size, rank, group = ctx.where
-        return _ring(grad * (rank > 0), -1, size, rank, group), None, None, None
-
-
-class _GatherStart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        return _OPS.all_gather_into_tensor(x.contiguous(), size, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _OPS.wait_tensor(grad[:1]), None, None
-
-
-class _GatherWait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.where = size, group
-        return _OPS.wait_tensor(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        size, group = ctx.where
-        started = _OPS.reduce_scatter_tensor(grad.contiguous(), "sum", size, group)
-        return started.expand(grad.shape), None, None  # autograd wants the gathered shape
-
-
-class _Entering(torch.autograd.Function):
-    """Explicit, so that every rank gives a gradient for what it gathered, also where that is zero: else the ranks'
-    backward collectives would not match."""
-
-    @staticmethod
-    def forward(ctx: Any, messages: Tensor, init: Tensor, ids: Tensor | None, rank: int) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(messages, init, ids)
-        ctx.rank = rank
-        entering, final = _fold(messages, init, ids)
-        return entering[rank].clone(), final.clone()
-
-    @staticmethod
-    def backward(ctx: Any, dmine: Tensor, dfinal: Tensor) -> Any:  # type: ignore[override]
-        messages, init, ids = ctx.saved_tensors
-        entering, _ = _fold(messages, init, ids)
-        grad, found = dfinal, []
-        for r in reversed(range(messages.shape[0])):
-            ddecay = (entering[r] * grad).sum((-1, -2))[..., None]
-            found.append(torch.cat([ddecay, grad.flatten(2)], -1))
-            grad = messages[r, ..., :1, None] * grad
-            if r == ctx.rank:
-                grad = grad + dmine
-            if ids is not None and r:
-                grad = grad * _goes_on(ids, r)
-        return torch.stack(found[::-1]), grad, None, None
-
-
-def _goes_on(ids: Tensor, r: int) -> Tensor:
-    """Whether the sequence at the end of shard r - 1 goes on in shard r, [b, 1, 1, 1]."""
-    return (ids[r - 1, :, -1] == ids[r, :, 0])[:, None, None, None]
-
-
-def _fold(messages: Tensor, h: Tensor, ids: Tensor | None) -> tuple[list[Tensor], Tensor]:
-    """The state that enters each shard, and the one after the last."""
-    entering = []
-    for r in range(messages.shape[0]):
-        if ids is not None and r:
-            h = h * _goes_on(ids, r)
-        entering.append(h)
-        h = messages[r, ..., :1, None] * h + messages[r, ..., 1:].unflatten(-1, h.shape[-2:])
-    return entering, h
+        return ring(grad * (rank > 0), -1, size, rank, group), None, None, None
 
 
 class _SumPartial(torch.autograd.Function):
@@ -129,8 +66,8 @@ class _SumPartial(torch.autograd.Function):
         return grad, None
 
 
-def tail_start(x: Tensor, keep: int, axis: str, size: int, rank: int, group: str) -> Tensor:
-    """Start to send the last ``keep`` tokens of ``x`` [b, L, D] to the next rank.
+def last_tokens(x: Tensor, keep: int, axis: str) -> Tensor:
+    """The last ``keep`` tokens of ``x`` [b, L, D].
 
     Raises:
         MeshError: the shard is shorter than that.
@@ -140,7 +77,11 @@ def tail_start(x: Tensor, keep: int, axis: str, size: int, rank: int, group: str
             f"a shard of {x.shape[1]} tokens is shorter than the {keep} that the next rank's convolution needs",
             remedy=f"use fewer ranks on {axis}, or longer sequences",
         )
-    tail = x[:, x.shape[1] - keep :]
+    return x[:, x.shape[1] - keep :]
+
+
+def tail_start(tail: Tensor, axis: str, size: int, rank: int, group: str) -> Tensor:
+    """Start to send :func:`last_tokens` to the next rank."""
     return _TailStart.apply(tail, size, rank, group) if group else tail.reshape(-1).clone()
 
 
@@ -176,40 +117,7 @@ def edge_ids(seq_idx: Tensor, like: Tensor, keep: int, axis: str, size: int, gro
     mine = torch.cat([seq_idx[:, :1], last], 1).long().contiguous()
     if not group:
         return mine.expand(size, *mine.shape).clone()
-    return _OPS.wait_tensor(_OPS.all_gather_into_tensor(mine, size, group)).view(size, *mine.shape)
-
-
-def pack_state(state: Tensor, decay: Tensor) -> Tensor:
-    """One message a rank: [1, b, H, 1 + P N], the decay first. Both fp32."""
-    return torch.cat([decay[..., None], state.flatten(2)], -1)[None]
-
-
-def gather_start(x: Tensor, axis: str, size: int, group: str) -> Tensor:
-    """Start to gather [1, ...] from every rank to [size, ...]."""
-    return _GatherStart.apply(x, size, group) if group else x.expand(size, *x.shape[1:]).clone()
-
-
-def gather_wait(x: Tensor, axis: str, size: int, group: str) -> Tensor:
-    """Wait for :func:`gather_start`."""
-    return _GatherWait.apply(x, size, group) if group else x.clone()
-
-
-def entering_state(
-    messages: Tensor, init: Tensor | None, ids: Tensor | None, head_dim: int, rank: int
-) -> tuple[Tensor, Tensor]:
-    """The state before this rank's first token, and the one after the last rank's last token.
-
-    ``h_0 = init``, ``h_{r+1} = decay_r h_r + S_r`` (MATH 6); with packed sequences ``h`` becomes zero where a shard
-    starts a sequence.
-
-    Args:
-        messages: [R, b, H, 1 + P N] of :func:`pack_state`. init: [b, H, P, N]. ids: of :func:`edge_ids`.
-
-    Returns:
-        Two fresh tensors [b, H, P, N].
-    """
-    zero = messages.new_zeros(*messages.shape[1:3], head_dim, (messages.shape[3] - 1) // head_dim)
-    return _Entering.apply(messages, zero if init is None else init.to(messages.dtype), ids, rank)
+    return wait(_OPS.all_gather_into_tensor(mine, size, group), group, "all_gather").view(size, *mine.shape)
 
 
 def sum_partial(x: Tensor, axis: str, group: str) -> Tensor:
@@ -235,7 +143,8 @@ def _swap(x: Tensor, heads: bool, size: int, group: str) -> Tensor:
     parts = parts.transpose(0, 1).contiguous()  # one part a rank, outermost
     if group:
         even = [parts.numel() // size] * size
-        parts = _OPS.wait_tensor(_OPS.all_to_all_single(parts.view(-1), even, even, group)).view(parts.shape)
+        flat = wait(_OPS.all_to_all_single(parts.view(-1), even, even, group), group, "all_to_all")
+        parts = flat.view(parts.shape)
     if heads:  # [rank, b, h/R, s, d] -> [b, h/R, R s, d]
         return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
     return parts.permute(1, 0, 2, 3, 4).flatten(1, 2)  # [rank, b, h, s/R, d] -> [b, R h, s/R, d]
@@ -251,14 +160,59 @@ def to_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     return _Swap.apply(x, False, size, group)
 
 
+class _GatherShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: str) -> Tensor:
+        ctx.where = dim, size, group
+        every = x[None].expand(size, *x.shape).contiguous()
+        if group:
+            every = wait(_OPS.all_gather_into_tensor(x.contiguous()[None], size, group), group, "all_gather")
+        return every.movedim(0, dim).flatten(dim, dim + 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        dim, size, group = ctx.where
+        parts = grad.unflatten(dim, (size, grad.shape[dim] // size)).movedim(dim, 0).contiguous()
+        if not group:
+            return parts.sum(0), None, None, None
+        own = wait(_OPS.reduce_scatter_tensor(parts, "sum", size, group), group, "reduce_scatter")
+        return own.view(parts.shape[1:]), None, None, None
+
+
+def gather_shared(x: Tensor, dim: int, axis: str, size: int, group: str) -> Tensor:
+    """A value that all heads share, of all tokens (which lie along ``dim``); its gradient is summed over the ranks."""
+    return _GatherShared.apply(x, dim, size, group)
+
+
+def must_be_zero(count: int) -> int:
+    """A number that a split sequence allows to be 0 only, such as ``logits_to_keep``.
+
+    Raises:
+        MeshError: it is another one.
+    """
+    if count != 0:
+        raise MeshError(
+            f"{count} tokens are asked for at the end of the sequence, and every rank has an end of its own",
+            remedy="leave logits_to_keep out",
+        )
+    return count
+
+
+def take_rows(weight: Tensor, rows: list[int]) -> Tensor:
+    """Some rows of a weight; those that lie side by side as a view."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return weight.narrow(0, rows[0], len(rows))
+    return weight.index_select(0, torch.tensor(rows, device=weight.device))
+
+
 def gather_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     """[b, L/R] -> [b, L], for masks and position ids. No gradients."""
     x = x.contiguous()
     if not group:
         return x.repeat(1, size)
-    every = _OPS.wait_tensor(_OPS.all_gather_into_tensor(x[None], size, group))
+    every = wait(_OPS.all_gather_into_tensor(x[None], size, group), group, "all_gather")
     return every.transpose(0, 1).flatten(1, 2)
 
 
-SWAPS = (to_heads, to_tokens)
-MESSAGES = (tail_start, tail_wait, edge_ids, pack_state, gather_start, gather_wait, entering_state, gather_tokens)
+SWAPS = (to_heads, to_tokens, gather_shared)
+MESSAGES = (last_tokens, tail_start, tail_wait, edge_ids, gather_tokens)

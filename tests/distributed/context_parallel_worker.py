@@ -1,8 +1,9 @@
 """One rank of a context-parallel training run, compared with one process; started as torchrun does.
 
-    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=NAME]
+    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=N] [set=JSON]
 
-Writes what differs to OUT (json) on rank 0. ``drop=NAME`` leaves one kind of collective out: a sabotage.
+Writes what differs to OUT (json) on rank 0. ``drop=N`` leaves one kind of collective out: a sabotage. ``set`` changes
+the tiny model's configuration.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from latentscan.ir.ops import collectives, exchange
+from latentscan.ir.ops import collectives, exchange, state_exchange
 from latentscan.runtime.batch import IGNORED, shifted, split_batch
 from latentscan.runtime.door import session_of
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 
-STEPS, BATCH, LENGTH = 3, 2, 24
+STEPS, BATCH, LENGTH = 5, 2, 24
 
 
 def batches(vocabulary: int, packed: bool) -> list[dict[str, torch.Tensor]]:
@@ -90,7 +91,8 @@ def main() -> None:
     dropped = next((w.removeprefix("drop=") for w in words if w.startswith("drop=")), "")
     if dropped:
         sabotage(dropped)
-    one, many = build(family).train(), build(family).train()
+    changed = json.loads(next((w.removeprefix("set=") for w in words if w.startswith("set=")), "{}"))
+    one, many = build(family, **changed).train(), build(family, **changed).train()
     given = batches(one.config.vocab_size, "packed" in words)
     want, want_grads = train(one, apart(one) if "packed" in words else one, given)
     pipeline = next((w.removeprefix("pipeline=") for w in words if w.startswith("pipeline=")), "mamba-context-parallel")
@@ -120,11 +122,10 @@ def sabotage(name: str) -> None:
     elif name == "sum_partial":
         exchange.sum_over = lambda x, group: x
     elif name == "tail":
-        exchange._ring = lambda x, step, size, rank, group: exchange._OPS.all_reduce(x.reshape(-1) * 0, "sum", group)
+        exchange.ring = lambda x, step, size, rank, group: exchange._OPS.all_reduce(x.reshape(-1) * 0, "sum", group)
     elif name == "state":
-        exchange.entering_state = lambda m, init, ids, p, rank: tuple(
-            torch.zeros_like(m[0][..., 1:].unflatten(-1, (p, -1))) for _ in range(2)
-        )
+        state_exchange.goes_on = lambda ids, rank: 1
+        state_exchange._weights = lambda decays, upto: (decays * 0, decays[0] * 0)
 
 
 if __name__ == "__main__":

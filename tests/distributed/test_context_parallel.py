@@ -53,24 +53,63 @@ def test_two_ranks_train_mamba2_as_one_process_does(tmp_path, words):
     check(ranks(tmp_path, 2, "mamba2", *words))
 
 
+PIPELINES = {
+    "cp": HYBRID,
+    "tp": "pipeline=tensor-parallel,mamba-context-parallel,ulysses",
+    "sp": "pipeline=tensor-parallel,sequence-parallel,mamba-context-parallel,ulysses",
+    "scan": "pipeline=mamba-context-parallel{algorithm=log-scan}",
+    "gather": "pipeline=mamba-context-parallel{algorithm=all-gather}",
+    "mamba": "pipeline=mamba-context-parallel",
+}
+# Attention heads, and their KV heads, that three ranks can share.
+SIX = {
+    "bamba": {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+    "nemotron_h": {"num_attention_heads": 6, "num_key_value_heads": 3},
+    "falcon_h1": {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+    "zamba2": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6},
+}
+TWO_BY_TWO = "mesh=cp=2,tp=2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [(), ("packed",)])
+@pytest.mark.parametrize(("size", "how"), [(3, "scan"), (4, "scan"), (4, "gather"), (3, "mamba")])
+def test_mamba2_on_three_and_four_ranks(tmp_path, size, how, packed):
+    check(ranks(tmp_path, size, "mamba2", PIPELINES[how], *packed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["tp", "sp"])
+def test_mamba2_on_two_by_two_ranks(tmp_path, how):
+    check(ranks(tmp_path, 4, "mamba2", TWO_BY_TWO, PIPELINES[how].removesuffix(",ulysses")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SIX)
+@pytest.mark.parametrize("words", [(2, "cp"), (2, "cp", "packed"), (3, "cp"), (4, "cp"), (4, "tp"), (4, "sp")])
+def test_hybrids_train_as_one_process_does(tmp_path, family, words):
+    size, how, *packed = words
+    given = [PIPELINES[how], *packed, *([TWO_BY_TWO] if how != "cp" else [])]
+    if size == 3:
+        given.append(f"set={json.dumps(SIX[family])}")
+    check(ranks(tmp_path, size, family, *given))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "family", "words"),
     [
-        (3, "mamba2", ()),
-        (4, "mamba2", ()),
-        (3, "mamba2", ("packed",)),
-        (2, "bamba", (HYBRID, "packed")),
-        (4, "mamba2", ("mesh=cp=2,tp=2", "pipeline=tensor-parallel,mamba-context-parallel")),
-        (2, "bamba", (HYBRID,)),
-        (2, "nemotron_h", (HYBRID,)),
-        (2, "falcon_h1", (HYBRID,)),
-        (2, "zamba2", (HYBRID,)),
         (2, "llama", ("pipeline=ulysses",)),
         (4, "llama", ("pipeline=ulysses",)),  # KV heads go to two ranks each
+        (2, "granitemoehybrid", (HYBRID,)),  # the router looks at one token at a time
+        (2, "deepseek_v3", ("pipeline=ulysses",)),  # the latent is gathered
+        (4, "deepseek_v3", ("pipeline=mla-mm-split,ulysses",)),
+        (2, "deepseek_v3", ("pipeline=mla-absorb{when=always},ulysses",)),
+        (2, "deepseek_v3", ("pipeline=mla-zero-memory,ulysses",)),
+        (2, "llama", ("pipeline=mla-zero-memory,ulysses",)),
     ],
 )
-def test_more_ranks_and_families(tmp_path, size, family, words):
+def test_attention_models_and_mixtures(tmp_path, size, family, words):
     check(ranks(tmp_path, size, family, *words))
 
 

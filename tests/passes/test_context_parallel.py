@@ -8,8 +8,10 @@ from torch import nn
 
 from latentscan.ir.capture import capture
 from latentscan.ir.errors import MeshError, RefusedError
-from latentscan.ir.mesh import Mesh, parse_mesh
+from latentscan.ir.mesh import Axis, Mesh, parse_mesh
 from latentscan.ir.ops import exchange
+from latentscan.ir.ops.collectives import copy_to
+from latentscan.ir.order import check_order, collectives
 from latentscan.ir.tokens import follow_tokens
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import parse, run
@@ -41,14 +43,124 @@ def test_every_layer_exchanges_tail_and_state_and_every_weight_is_summed_once():
     scan = program.records[0].sites[2]
     assert scan.facts["bytes_per_row"] == 4 * 8 * (16 * 16 + 1)  # heads, P N and the decay, fp32
     names = [getattr(n.target, "__name__", "") for n in program.graph.nodes]
-    assert names.count("tail_start") == names.count("tail_wait") == names.count("gather_start") == 2
+    assert names.count("tail_start") == names.count("tail_wait") == names.count("state_start") == 2
     assert names.count("copy_to") == weights
     assert names.count("sum_partial") == 1  # the loss
-    order = [n for n in names if n in ("gather_start", "gather_wait")]
-    assert order == ["gather_start", "gather_wait"] * 2
-    start, wait = names.index("gather_start"), names.index("gather_wait")
-    between = [str(n.target) for n in list(program.graph.nodes)[start:wait]]
-    assert any("chunk_scan" in t for t in between)  # the local output hides the gather
+    starts = [n for n in names if n in ("tail_start", "tail_wait", "state_start", "state_wait")]
+    assert starts == ["tail_start", "tail_wait", "state_start", "state_wait"] * 2
+    for begin, end in (("tail_start", "tail_wait"), ("state_start", "state_wait")):
+        between = names[names.index(begin) : names.index(end)]
+        assert "linear" in between  # a projection hides each exchange
+    partial = planned(graph_again(), "mamba-context-parallel{gradients=partial}", parse_mesh("cp=2"))
+    assert not partial.graph.calls(copy_to)
+    assert "each rank's part" in partial.records[0].sites[-1].note
+
+
+MADE: dict[str, object] = {}
+
+
+def graph_again():
+    """One layer of Mamba-2; traced once."""
+    if "graph" not in MADE:
+        MADE["graph"] = step("mamba2")
+    return MADE["graph"].copy()
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(3, 2), (8, 3), (64, 6)])
+def test_states_go_by_the_algorithm_that_sends_fewer(ranks, steps):
+    """The formula in the note, the collectives in the graph, and the choice are one; all ranks agree on the order."""
+    size, mesh = 8 * (16 * 16 + 1), parse_mesh(f"cp={ranks}")
+    sent = {"all-gather": [(ranks - 1) * 4 * size], "log-scan": [4 * size] * steps}
+    want = "log-scan" if steps < ranks - 1 else "all-gather"
+    orders = {}
+    for rank in {0, 1, ranks - 1}:
+        program = planned(graph_again(), "mamba-context-parallel", mesh.at(cp=rank))
+        orders[rank] = [c.key() for c in collectives(program.graph)]
+    found = [c for c in collectives(program.graph) if c.caller in ("state_start", "state_wait")]
+    rows = next(iter(found[0].elements.free_symbols))
+    assert [int(c.sent(ranks).subs({rows: 1})) for c in found] == sent[want]
+    site = program.records[0].sites[1]
+    assert site.facts["algorithm"] == want
+    assert site.facts["sent_per_row"] == sum(sent[want]) == min(map(sum, sent.values()))
+    assert f"ceil(log2 {ranks}) = {steps} {'<' if steps < ranks - 1 else '>='} R - 1 = {ranks - 1}" in site.note
+    check_order(orders, "cp")
+    other = "all-gather" if want == "log-scan" else "log-scan"
+    program = planned(graph_again(), f"mamba-context-parallel{{algorithm={other}}}", mesh)
+    assert program.records[0].sites[1].facts["sent_per_row"] == sum(sent[other])
+    with pytest.raises(MeshError, match="they would wait"):  # ranks that chose differently
+        check_order({0: orders[0], 1: [c.key() for c in collectives(program.graph)]}, "cp")
+
+
+@pytest.fixture
+def fake_ranks():
+    """A process group of which this process is rank 1, and which sends nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(size: int) -> str:
+        dist.init_process_group("fake", rank=1, world_size=size, store=FakeStore())
+        return dist.group.WORLD.group_name
+
+    yield start
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("ranks", "algorithm"), [(2, "all-gather"), (3, "log-scan")])
+def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_local_work(fake_ranks, ranks, algorithm):
+    """In the forward and in the backward: products lie between a start and its wait."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import default_partition
+
+    group = fake_ranks(ranks)
+    graph = graph_again()
+    mesh = Mesh((Axis("cp", ranks, 1, group),))
+    program = planned(graph, f"mamba-context-parallel{{algorithm={algorithm},gradients=partial}}", mesh)
+    seen: dict[str, list[str]] = {}
+
+    def keep(phase: str):
+        def compiler(made, _):
+            seen[phase] = [
+                "wait:" + str(n.args[0].target).partition(".")[2] if "wait_tensor" in str(n.target) else str(n.target)
+                for n in made.graph.nodes
+                if n.op == "call_function"
+            ]
+            return make_boxed_func(made.forward)
+
+        from functorch.compile import make_boxed_func
+
+        return compiler
+
+    backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=default_partition)
+    values = [(n, program.graph.value(n)) for n in program.graph.graph.nodes if n.op == "placeholder"]
+    sizes: dict[str, int] = {}
+    for node, value in values:
+        if isinstance(value, torch.Tensor) and program.graph.weight(node) is None and value.dim() == 2:
+            sizes |= {str(value.shape[0]): 2, str(value.shape[1]): 12}
+    given = []
+    for node, value in values:
+        weight = program.graph.weight(node)
+        if weight is not None:
+            given.append(nn.Parameter(torch.randn(weight.value.shape)))
+        elif isinstance(value, torch.Tensor):
+            given.append(torch.ones([sizes[str(n)] for n in value.shape], dtype=value.dtype))
+        else:
+            given.append(sizes[str(value)])
+    out = torch.compile(program.graph.module, backend=backend, dynamic=True, fullgraph=True)(*given)
+    out[0].backward()
+    for phase, state in (("forward", "all_gather_into_tensor"), ("backward", "reduce_scatter_tensor")):
+        names = seen[phase]
+        sends = [i for i, n in enumerate(names) if "all_to_all_single" in n and "wait" not in n]
+        products = [i for i, n in enumerate(names) if "aten.mm" in n or "aten.addmm" in n]
+        waits = [i for i, n in enumerate(names) if n.startswith("wait:")]
+        if algorithm == "all-gather":
+            begin = next(i for i, n in enumerate(names) if state in n and "wait" not in n)
+            end = next(i for i in waits if state.partition("_tensor")[0] in names[i] or state in names[i])
+            assert any(begin < i < end for i in products), (phase, names)
+        for begin in (sends[0], sends[-1]) if phase == "forward" else (sends[-1],):
+            if algorithm == "log-scan" and begin == sends[-1] and phase == "forward":
+                continue  # the second step of a scan waits for the first, behind nothing
+            end = next(i for i in waits if i > begin and "all_to_all_single" in names[i])
+            assert any(begin < i < end for i in products), (phase, begin, end, names)
 
 
 def test_attention_needs_ulysses_and_gets_it():
@@ -56,7 +168,8 @@ def test_attention_needs_ulysses_and_gets_it():
         planned(step("bamba", num_hidden_layers=2), "mamba-context-parallel", parse_mesh("cp=2"))
     program = planned(step("bamba", num_hidden_layers=2), BOTH, parse_mesh("cp=2"))
     sites = {s.rule: s for r in program.records for s in r.sites}
-    assert sites["heads-for-tokens"].facts == {"ranks": 2, "heads": 2, "kv_heads": 1}
+    wanted = {"ranks": 2, "heads": 2, "kv_heads": 1, "whole_kv_heads": 2, "latent": False}
+    assert sites["heads-for-tokens"].facts == wanted
     swaps = program.graph.calls(exchange.to_heads, exchange.to_tokens)
     assert len(swaps) == 4
     names = [getattr(n.target, "__name__", "") for n in program.graph.nodes]
@@ -68,7 +181,6 @@ def test_attention_needs_ulysses_and_gets_it():
     [
         ("llama", "ulysses", "cp=3", "heads-not-divisible at .*: 4 heads and 2 KV heads cannot be shared by 3 ranks"),
         ("llama", "ulysses", "tp=2", "one rank along cp"),
-        ("granitemoehybrid", BOTH, "cp=2", "topk"),
     ],
 )
 def test_what_cannot_be_split_says_why(family, pipeline, mesh, rule):
@@ -186,4 +298,4 @@ def test_what_cannot_be_shared_evenly_says_what_to_do():
     with pytest.raises(MeshError, match=r"has 2 ranks, torch\.distributed has 1"):
         split_batch({"input_ids": ids}, "cp=2")
     with pytest.raises(MeshError, match="shard of 2 tokens is shorter than the 3"):
-        exchange.tail_start(torch.zeros(1, 2, 4), 3, "cp", 2, 0, "")
+        exchange.last_tokens(torch.zeros(1, 2, 4), 3, "cp")
