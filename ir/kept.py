@@ -135,17 +135,10 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
         width, wide = graph.shape(query)[-1], graph.shape(value)[-1]
         item = graph.value(value).element_size()
         on_cpu = graph.value(node).device.type == "cpu"
-        grouped = expression(graph.shape(query)[1]) != expression(graph.shape(value)[1])
-        keep(query)
-        batch, heads, _, _ = (expression(n) for n in graph.shape(query))
-        keys = batch * heads * expression(graph.shape(value)[2]) * item
-        if on_cpu and grouped:  # the fused CPU kernel keeps them repeated for every query head
-            found[node, "key"] = keys * expression(width)
-        else:
-            keep(given["k"])
-        if on_cpu and (grouped or width != wide):
-            # It wants one head dim, too: the narrower ones are padded, and its output is kept padded.
-            found[node, "value"] = keys * expression(width)
+        keep(query, given["k"])
+        if on_cpu and width != wide:  # the fused CPU kernel wants one head dim: the narrower ones are padded
+            batch, groups, keys, _ = (expression(n) for n in graph.shape(value))
+            found[node, "value"] = batch * groups * keys * expression(width) * item
         else:
             keep(value)
         of_head, of_token = (expression(n) for n in graph.value(query).stride()[1:3])

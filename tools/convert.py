@@ -79,7 +79,8 @@ def convert(
     made = {t: bytes_of(get(loaded, t)) for r in session.plan.recipes for t in r.targets}
     released = {path: bytes_of(get(loaded, path)) for path in session.plan.released}
     weights, by_pass = weight_bytes(before, session.plan, made, released)
-    tell(weights_text(weights, by_pass))
+    if export_as is None:  # an export tells of its own
+        tell(weights_text(weights, by_pass))
     session.source = source.lasting
     if export_as is not None:
         told = _write_export(loaded, target, out, lambda folder: _add_tokenizer(source, folder), shard, step, tell)

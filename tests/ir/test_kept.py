@@ -37,6 +37,12 @@ def attended(make: Building, **changes: int) -> fx.Node:
     return make.call(ATTENTION, q, k, heads(make, "v", changes.get("v", DV)), kind="causal", scale=0.4)
 
 
+def grouped(make: Building) -> fx.Node:
+    q = heads(make, "q", DK)
+    k, v = (make.method("neg", make.input(n, "b", 1, "s", DK)) for n in "kv")
+    return make.call(ATTENTION, q, k, v, kind="causal", scale=0.4)
+
+
 def latent(make: Building) -> fx.Node:
     c, kr = make.method("neg", make.input("c", "b", "s", D)), make.method("neg", make.input("kr", "b", 1, "s", DV))
     return make.call(LATENT_ATTENTION, heads(make, "q", D), heads(make, "qr", DV), c, kr, kind="causal", scale=0.4)
@@ -64,6 +70,7 @@ CALLS: dict[str, Callable[[Building], fx.Node]] = {
     "rope": rotated,
     "attention": attended,
     "attention of one head dim": lambda m: attended(m, v=DK),
+    "attention of grouped heads": grouped,
     "latent attention": latent,
 }
 
