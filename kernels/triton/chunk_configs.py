@@ -150,7 +150,7 @@ def hopper_config(units: int, shared_bytes: int, device: Device) -> Hopper:
         pieces = aligned
     # Pieces that end a unit need no state. More programs than processors only cost: each fills its pipeline first.
     working = pieces - units if pieces > units else pieces
-    parts = max(1, device.processors // working)
+    parts = min(4, max(1, device.processors // working))
     # Measured: 2 % faster where pieces are short of processors, and not known to be elsewhere.
     return Hopper(pieces=pieces, state_parts=parts, out_registers=240 if parts > 1 else Hopper.out_registers)
 

@@ -10,7 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from latentscan.kernels.triton.chunk_configs import HopperBackward
+import torch
+
+from latentscan.kernels.triton import chunk_configs, chunk_scan
+from latentscan.kernels.triton.chunk_configs import Backward, HopperBackward
 from latentscan.kernels.triton.chunk_scan_backward_gluon import segment_chunks
 
 
@@ -55,3 +58,27 @@ def test_segments_are_whole_windows_and_fit(chunks, segments):
     else:
         assert got <= room + every
         assert got >= chunks or got * 2 + every > room
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "dtype", "kind"),
+    [
+        (1, 2048, 80, torch.bfloat16, HopperBackward),
+        (1, 1024, 80, torch.bfloat16, Backward),  # too few chunks for all processors
+        (40, 256, 16, torch.bfloat16, HopperBackward),
+        (40, 200, 16, torch.bfloat16, Backward),  # rows that copies cannot see as one
+        (1, 32768, 80, torch.float32, Backward),
+    ],
+)
+def test_gluon_is_chosen_where_it_fits_and_there_is_work_for_it(monkeypatch, batch, tokens, heads, dtype, kind):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(chunk_configs.Device, "of", staticmethod(lambda device: chunk_configs.H200))
+    monkeypatch.setattr(chunk_scan, "gluon_works", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 0)
+    with FakeTensorMode():
+        x = torch.empty(batch, tokens, heads, 64, dtype=dtype, device="cuda")
+        B = torch.empty(batch, tokens, 1, 128, dtype=dtype, device="cuda")
+        assert type(chunk_scan.choose_backward(x, B, B, None, None, x)) is kind
+        monkeypatch.setattr(chunk_configs.Device, "of", staticmethod(lambda device: chunk_configs.A100))
+        assert type(chunk_scan.choose_backward(x, B, B, None, None, x)) is Backward

@@ -177,8 +177,11 @@ def test_pieces_keep_every_processor_at_work_or_the_shared_inputs_in_cache():
     assert hopper_config(100, 80 << 20, H200).pieces == 100
     assert hopper_config(300, 80 << 20, H200).pieces == 132
     for units in range(1, 300):
-        k = hopper_config(units, 80 << 20, H200)
-        assert 0 < k.pieces <= 132 and 1 <= k.state_parts <= 4
+        for shared in (1 << 20, 80 << 20):
+            k = hopper_config(units, shared, H200)
+            assert 0 < k.pieces <= 132 and 1 <= k.state_parts <= 4
+    assert hopper_config(40, 20 << 20, H200).state_parts == 1  # 2.7B at 32 768 tokens: sharing only costs
+    assert hopper_config(64, 80 << 20, H200).state_parts == 2  # Nemotron-H
 
 
 @pytest.mark.parametrize(
