@@ -5,6 +5,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     family, overrides   of the tiny model
     pipeline            what it is wrapped with; tensor-parallel alone if left out
     mesh                ``tp=<world>`` if left out
+    recompute           gradient checkpointing in both
     steps               optimiser steps (default 1)
     reference           what the one process is wrapped with (default: not wrapped); its passes come first in pipeline
     against             another pipeline on the same mesh, whose weights after the steps must be the same bits
@@ -126,6 +127,8 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     one = one.to(getattr(torch, dtype))
     case["start"] = copy.deepcopy(one) if "against" in case else None
     one.train(case.get("train", True))
+    if case.get("recompute"):
+        one.gradient_checkpointing_enable()  # type: ignore[operator]
     held = sum(p.numel() for p in one.parameters())
     model = wrap(copy.deepcopy(one), case.get("pipeline", "tensor-parallel"), mesh=case.get("mesh", f"tp={world}"))
     if "reference" in case:
