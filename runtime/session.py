@@ -24,7 +24,7 @@ from latentscan.passes.pipeline import PassRecord, Program, is_cached, run
 from latentscan.runtime.binding import OwnedWeights
 from latentscan.runtime.executable import Executable
 from latentscan.runtime.mesh import agree_on_order, agree_on_starts, check_call
-from latentscan.runtime.models import FSDP_FLAG, prepare_sharded, refuse_inner_shards
+from latentscan.runtime.models import FSDP_FLAG, drop_input_hook, prepare_sharded, refuse_inner_shards
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import check_places, get, shrink_tombstones
 from latentscan.runtime.plan import ModelPlan
@@ -171,6 +171,7 @@ class Session:
             first = get(self.model, self.plan.released[0])
             if any(first.stride()):
                 shrink_tombstones(self.model)
+            drop_input_hook(self.model)
         if getattr(self.model, FSDP_FLAG, False):
             prepare_sharded(self.model)
         if self.mesh is not None:

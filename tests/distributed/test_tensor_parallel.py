@@ -73,6 +73,15 @@ def test_five_steps_of_training_equal_one_process(world, families, sequence, tmp
 
 
 @pytest.mark.slow
+def test_gradient_checkpointing_keeps_every_gradient(tmp_path):
+    """Also scheduled: the regions are recomputed beside the sums."""
+    texts = ("tensor-parallel", "tensor-parallel,sequence-parallel,overlap-collectives")
+    cases: list[dict[str, Any]] = [{"family": "llama", "recompute": True, "pipeline": text} for text in texts]
+    for ranks in launch(2, cases, tmp_path, timeout=1800):
+        check(ranks)
+
+
+@pytest.mark.slow
 def test_overlap_changes_no_bit(tmp_path):
     """Two steps with and without overlap-collectives, of lengths that two ranks do not divide: the same weights."""
     cases = []

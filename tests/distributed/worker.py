@@ -6,6 +6,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     pipeline            what it is wrapped with; tensor-parallel alone if left out
     mesh                ``tp=<world>`` if left out
     base                what the one process is wrapped with, the first passes of pipeline; calibrated alike
+    recompute           gradient checkpointing in both
     steps               optimiser steps (default 1)
     against             another pipeline on the same mesh, whose weights after the steps must be the same bits
     drop                leave out the collective of this number in the training graph (sabotage)
@@ -132,6 +133,8 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     one = one.to(getattr(torch, dtype))
     case["start"] = copy.deepcopy(one) if "against" in case else None
     one.train(case.get("train", True))
+    if case.get("recompute"):
+        one.gradient_checkpointing_enable()  # type: ignore[operator]
     held = sum(p.numel() for p in one.parameters())
     pipeline, mesh = case.get("pipeline", "tensor-parallel"), case.get("mesh", f"tp={world}")
     read: dict[str, Any] = {}
