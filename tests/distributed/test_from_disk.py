@@ -8,6 +8,7 @@ import pytest
 
 from latentscan.tests.distributed.launch import launch
 from latentscan.tests.distributed.test_tensor_parallel import LLAMA, check
+from latentscan.tests.runtime.helpers import NO_DROPOUT
 
 SPLIT = "mla-mm-split,mla-absorb,tensor-parallel"
 
@@ -17,7 +18,7 @@ def check_reading(ranks: list[dict[str, Any]], above: int = 0) -> None:
     for found in ranks:
         mine, whole = found["bytes"]
         assert mine < whole
-        assert found["bytes_read"] <= mine + above
+        assert found["bytes_read"] <= mine + found["stored_buffers"] + above
         # What is held in the end, and while it is filled one source and what is copied from the file at a time.
         assert found["peak"] <= mine + 2 * found["largest"] + above
         assert found["peak"] > mine / 2  # that it counts at all
@@ -36,7 +37,10 @@ def test_ranks_read_their_parts_of_sharded_files(tmp_path):
 @pytest.mark.parametrize("world", [2, 3])
 def test_families_are_read_in_parts(world, tmp_path):
     families = ("qwen2", "gpt_neox", "mamba2", "bamba", "granitemoehybrid", "deepseek_v3", "gpt2")
-    cases = [{"family": f, "weights": str(tmp_path / f), "do": ["generate"]} for f in families]
+    cases = [
+        {"family": f, "overrides": NO_DROPOUT.get(f, {}), "weights": str(tmp_path / f), "do": ["generate"]}
+        for f in families
+    ]
     for ranks in launch(world, cases, tmp_path, timeout=1800):
         check(ranks)
         check_reading(ranks)

@@ -199,6 +199,7 @@ def from_disk(one: Any, folder: str, rank: int, pipeline: str, mesh: str, found:
         Stored._copy = kept  # type: ignore[method-assign]
     found["peak"] = peak[0]
     found["bytes"] = sum(p.nbytes for p in model.parameters()), sum(p.nbytes for p in one.parameters())
+    found["stored_buffers"] = sum(b.nbytes for n, b in one.named_buffers() if n in one.state_dict())
     found["largest"] = max(p.nbytes for p in one.parameters())
     return model
 
