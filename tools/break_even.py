@@ -96,7 +96,8 @@ def exchange_plan(graph: Graph, ranks: int, batch: int, length: int, forward_flo
         )  # fmt: skip
     return {
         "algorithm": algorithm, "ranks": ranks, "rows": rows, "formulas": dict(FORMULAS),
-        "bytes": total, "forward_flops": forward_flops, "bytes_per_recomputed_tflop": total / max(forward_flops, 1) * 1e12,
+        "bytes": total, "forward_flops": forward_flops,
+        "bytes_per_recomputed_tflop": total / max(forward_flops, 1) * 1e12,
     }  # fmt: skip
 
 

@@ -174,8 +174,8 @@ def _exchange(data: dict[str, Any], tokens: int) -> Group:
     lines = [f"{name}: {text}" for name, text in data["formulas"].items()]
     rate = data["bytes_per_recomputed_tflop"]
     lines.append(
-        f"all layers, both ways: {bytes_text(data['bytes'])}; recomputing takes {flops_text(data['forward_flops'])}: at "
-        f"400 TFLOP/s the exchange is the faster from {rate * 400 / 1e9:.3g} GB/s on"
+        f"all layers, both ways: {bytes_text(data['bytes'])}; recomputing takes {flops_text(data['forward_flops'])}: "
+        f"at 400 TFLOP/s the exchange is the faster from {rate * 400 / 1e9:.3g} GB/s on"
     )
     return Group(table, Text("\n".join(lines), style="dim"))
 

@@ -184,6 +184,20 @@ def gather_shared(x: Tensor, dim: int, axis: str, size: int, group: str) -> Tens
     return _GatherShared.apply(x, dim, size, group)
 
 
+def must_be_zero(count: int) -> int:
+    """A number that a split sequence allows to be 0 only, such as ``logits_to_keep``.
+
+    Raises:
+        MeshError: it is another one.
+    """
+    if count != 0:
+        raise MeshError(
+            f"{count} tokens are asked for at the end of the sequence, and every rank has an end of its own",
+            remedy="leave logits_to_keep out",
+        )
+    return count
+
+
 def take_rows(weight: Tensor, rows: list[int]) -> Tensor:
     """Some rows of a weight; those that lie side by side as a view."""
     if rows == list(range(rows[0], rows[0] + len(rows))):
