@@ -105,6 +105,10 @@ class SmallNumbers:
         self._values: dict[sympy.Symbol, int] = {}
         self._primes = iter((2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37))
 
+    def fix(self, size: Any, value: int) -> None:
+        """Let a size that is one symbol have this value."""
+        self._values[expression(size)] = value  # type: ignore[index]
+
     def __call__(self, size: Any) -> int:
         expr = expression(size)
         for symbol in sorted(expr.free_symbols, key=lambda s: s.name):

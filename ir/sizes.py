@@ -46,3 +46,8 @@ def hint_of(size: Any) -> int:
         return size
     hint = size.node.hint if size.node.has_hint() else 0
     return int(hint)
+
+
+def is_symbol(size: Any) -> bool:
+    """Whether a size is one symbol by itself."""
+    return isinstance(expression(size), sympy.Symbol)

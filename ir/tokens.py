@@ -33,6 +33,7 @@ from latentscan.ir.ops.collectives import COLLECTIVES
 from latentscan.ir.ops.exchange import SWAPS
 from latentscan.ir.ops.sequence import SEQUENCE
 from latentscan.ir.ops.state_exchange import scan_leave
+from latentscan.ir.sizes import hint_of, is_symbol
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
 _FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
@@ -64,6 +65,7 @@ class Tokens:
         each: value -> how many places along that dimension a token has, side by side; 1 where it is not said.
         ends: nodes that mix tokens. masks: attention masks made of the lengths alone or of position ids.
         positions: nodes that count the tokens from 0, which is right on the first rank only.
+        zeros: whole numbers that were 0 while tracing and are taken for it (``logits_to_keep``: all of them).
     """
 
     dims: dict[fx.Node, int] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Tokens:
     ends: list[End] = field(default_factory=list)
     masks: set[fx.Node] = field(default_factory=set)
     positions: list[fx.Node] = field(default_factory=list)
+    zeros: list[fx.Node] = field(default_factory=list)
 
 
 def follow_tokens(graph: Graph, handled: set[fx.Node]) -> Tokens:
@@ -104,6 +107,9 @@ class _Walk:
 
     def _seed(self, node: fx.Node) -> None:
         value = self.graph.value(node)
+        if isinstance(value, torch.SymInt) and node.users and hint_of(value) == 0 and is_symbol(value):
+            self.tokens.zeros.append(node)
+            self.small.fix(value, 0)
         if self.graph.weight(node) is not None or not isinstance(value, torch.Tensor) or value.dim() < 2:
             return
         self.tokens.dims[node] = 1

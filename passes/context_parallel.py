@@ -67,6 +67,12 @@ def finish(graph: Graph, axis: Axis, name: str, gradients: str = "sum") -> None:
     """Sum the gradients of weights, and outputs that are sums over tokens, over the ranks; count positions from the
     shard's first token."""
     tokens = follow_tokens(graph, handled(graph, NAMES))
+    for node in tokens.zeros:
+        users = list(node.users)
+        with graph.after(node, name):
+            checked = graph.call_like(node, exchange.must_be_zero, node)
+        for user in users:
+            user.replace_input_with(node, checked)
     for node in tokens.positions:
         length = node.args[0] if len(node.args) == 1 else node.args[1]
         users = list(node.users)

@@ -143,6 +143,30 @@ def plan_verb(
         raise typer.Exit(BAD_INPUT)
 
 
+@app.command("advise")
+def advise_verb(
+    model: Model,
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs.")],
+    memory: Annotated[str, typer.Option(help="Memory of each, such as 80G.")],
+    seq: Annotated[int, typer.Option(min=2, help="Tokens a row.")] = 32768,
+    batch: Annotated[int | None, typer.Option(min=1, help="Rows of a step; one a GPU if left out.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which parallelism and recomputation a training step needs on so many GPUs; needs no weights."""
+    with progress("advising") as step:
+        from latentscan.runtime.source import resolve
+        from latentscan.tools.advise import advise, memory_of, show
+
+        size = memory_of(memory)
+        data = advise(resolve(model), gpus=gpus, memory=size, seq=seq, batch=batch, step=step)
+    if as_json:
+        print_json(data)
+    else:
+        show(data, stdout())
+    if data["best"] is None:
+        raise typer.Exit(CHECK_FAILED)
+
+
 @app.command("convert")
 def convert_verb(
     model: Model,
