@@ -110,8 +110,10 @@ def test_the_document_holds_the_table_of_every_shipped_tile():
     assert "No NPU binary was produced, and nothing of this has run on an NPU" in text
     for chip in ("910B3", "950"):
         for entry in shipped.shipped(chip):
-            tile = entry.tile if entry.tile != "fixed" else entry.call.tile
-            assert f"| {entry.call.kernel.name} | {tile} |" in text, (chip, entry.call.kernel.name, tile)
+            rows = [line for line in text.splitlines() if line.startswith(f"| {entry.call.kernel.name} |")]
+            cells = [row.strip("| ").split(" | ") for row in rows]
+            told = [cell[2 if chip == "910B3" else 3] for cell in cells if entry.tile in cell[1].split("; ")]
+            assert len(told) == 1 and told[0].startswith("passes"), (chip, entry.call.kernel.name, entry.tile)
     with pytest.raises(ValueError, match="no <!-- made by"):
         table.markdown("nothing", {})
 

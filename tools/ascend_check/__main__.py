@@ -38,7 +38,8 @@ def check(tools: Toolchain, chips: list[str], jobs: int, match: str, progress: P
     to_control = controls() if "910B3" in chips and not match else []
     bar = progress.add_task("checks", total=len(wanted) + len(to_run) + len(to_control))
     with ThreadPoolExecutor(jobs) as pool:
-        pending = [pool.submit(_verdict, tools, chip, entry) for chip, entry in wanted]
+        once = {(chip, entry.call): entry for chip, entry in wanted}  # tiles share compilations
+        pending = {key: pool.submit(_verdict, tools, key[0], entry) for key, entry in once.items()}
         for control in to_control:
             verdict = _verdict(tools, "910B3", Shipped(control.call, control.name))
             right = verdict.ok if not control.reason else any(control.reason in e for e in verdict.errors)
@@ -49,10 +50,10 @@ def check(tools: Toolchain, chips: list[str], jobs: int, match: str, progress: P
         for case in to_run:
             found["numerics"].append(_run(tools, case))
             progress.advance(bar)
-        for (chip, entry), future in zip(wanted, pending, strict=True):
-            verdict = future.result()
+        for chip, entry in wanted:
+            verdict = pending[chip, entry.call].result()
             found["kernels"].append(
-                {"kernel": entry.call.kernel.name, "tile": entry.tile, "constants": entry.call.tile, "chip": chip,
+                {"kernel": entry.call.kernel.name, "tile": entry.tile, "chip": chip,
                  "ok": verdict.ok, "buffers": verdict.buffers, "errors": list(verdict.errors)}
             )  # fmt: skip
             progress.advance(bar)
