@@ -42,6 +42,14 @@ def test_a_machine_that_cannot_have_the_packages_is_told_so_and_counts_as_not_ru
     assert not (tmp_path / "env" / "installed").exists()
 
 
+def test_a_file_without_a_place_for_the_table_is_told_before_anything_is_run(tmp_path, capsys):
+    (tmp_path / "notes.md").write_text("nothing")
+    with pytest.raises(SystemExit) as end:
+        command.main(["--env", str(tmp_path / "env"), "--table", str(tmp_path / "notes.md")])
+    assert end.value.code == 2 and "no <!-- made by" in capsys.readouterr().err
+    assert not (tmp_path / "env").exists()
+
+
 @pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "riscv64")])
 def test_a_machine_of_another_kind_is_not_run(system, machine, tmp_path, monkeypatch):
     monkeypatch.setattr(environment.platform, "system", lambda: system)

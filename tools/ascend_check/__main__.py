@@ -22,7 +22,7 @@ from latentscan.tools.ascend_check.execute import on_the_cpu
 from latentscan.tools.ascend_check.lint import lint_folder
 from latentscan.tools.ascend_check.numerics import Case, cases
 from latentscan.tools.ascend_check.shipped import Shipped, controls, shipped
-from latentscan.tools.ascend_check.table import markdown
+from latentscan.tools.ascend_check.table import check_marks, markdown
 from latentscan.tools.ascend_check.toolchain import CheckError, Toolchain, Verdict
 
 NOT_RUN = 3
@@ -128,6 +128,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chips = ["910B3", "950"] if options.chip == "all" else [options.chip]
     console = Console(stderr=True)
+    if options.table:
+        try:
+            check_marks(options.table.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            parser.error(f"--table {options.table}: {error}")
     try:
         environment = ensure(options.env, options.pip_arg, console.print)
     except UnavailableError as error:

@@ -13,10 +13,15 @@ def markdown(text: str, found: dict[str, Any]) -> str:
     Raises:
         ValueError: the marks are not there.
     """
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"no {BEGIN} and {END}")
+    check_marks(text)
     head, rest = text.split(BEGIN, 1)
     return f"{head}{BEGIN}\n\n{_kernels(found)}\n\n{_runs(found)}\n\n{_controls(found)}\n\n{END}{rest.split(END, 1)[1]}"
+
+
+def check_marks(text: str) -> None:
+    """Raise ValueError unless the marks are there."""
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"no {BEGIN} and {END}")
 
 
 def _kernels(found: dict[str, Any]) -> str:

@@ -167,7 +167,9 @@ class Toolchain:
         )  # fmt: skip
         shutil.rmtree(temporaries, ignore_errors=True)
         source.unlink()
-        kept.write_text(json.dumps({"ok": verdict.ok, "buffers": verdict.buffers, "errors": verdict.errors}))
+        aside = kept.with_suffix(".tmp")
+        aside.write_text(json.dumps({"ok": verdict.ok, "buffers": verdict.buffers, "errors": verdict.errors}))
+        aside.replace(kept)
         return verdict
 
     def library(self, ir: Path) -> Path:
