@@ -52,8 +52,10 @@ def _define(name: str, function: Callable[..., Any]) -> None:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(t for t in args if isinstance(t, torch.Tensor)).device.type
-        if device == "cpu" and launch.runner is None:
-            raise KernelError("the tensors are on the CPU", where=f"{NAMESPACE}::{name}", remedy="use target=reference")
+        if device != "npu" and launch.runner is None:
+            raise KernelError(
+                f"the tensors are on {device}", where=f"{NAMESPACE}::{name}", remedy="use target=reference"
+            )
         try:
             with torch.autocast(device, enabled=False):
                 return function(*args, **kwargs)

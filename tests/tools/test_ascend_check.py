@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from latentscan.ir.capture import capture
 from latentscan.kernels.triton_ascend import launch as launching
 from latentscan.kernels.triton_ascend.launch import Kernel
+from latentscan.lowering import ascend as _ascend  # noqa: F401  (registers the ops)
 from latentscan.lowering.select import lower
 from latentscan.runtime.tiny import build
 from latentscan.tools.ascend_check import __main__ as command
@@ -39,6 +40,14 @@ def test_a_machine_that_cannot_have_the_packages_is_told_so_and_counts_as_not_ru
     told = capsys.readouterr().out
     assert "NOT RUN" in told and "No matching distribution for triton-ascend" in told
     assert not (tmp_path / "env" / "installed").exists()
+
+
+def test_a_file_without_a_place_for_the_table_is_told_before_anything_is_run(tmp_path, capsys):
+    (tmp_path / "notes.md").write_text("nothing")
+    with pytest.raises(SystemExit) as end:
+        command.main(["--env", str(tmp_path / "env"), "--table", str(tmp_path / "notes.md")])
+    assert end.value.code == 2 and "no <!-- made by" in capsys.readouterr().err
+    assert not (tmp_path / "env").exists()
 
 
 @pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "riscv64")])
@@ -110,8 +119,10 @@ def test_the_document_holds_the_table_of_every_shipped_tile():
     assert "No NPU binary was produced, and nothing of this has run on an NPU" in text
     for chip in ("910B3", "950"):
         for entry in shipped.shipped(chip):
-            tile = entry.tile if entry.tile != "fixed" else entry.call.tile
-            assert f"| {entry.call.kernel.name} | {tile} |" in text, (chip, entry.call.kernel.name, tile)
+            rows = [line for line in text.splitlines() if line.startswith(f"| {entry.call.kernel.name} |")]
+            cells = [row.strip("| ").split(" | ") for row in rows]
+            told = [cell[2 if chip == "910B3" else 3] for cell in cells if entry.tile in cell[1].split("; ")]
+            assert len(told) == 1 and told[0].startswith("passes"), (chip, entry.call.kernel.name, entry.tile)
     with pytest.raises(ValueError, match="no <!-- made by"):
         table.markdown("nothing", {})
 
@@ -174,15 +185,17 @@ def test_a_write_outside_of_a_tensor_is_caught(tools, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "nemotron_h"])
 def test_a_lowered_model_on_the_vendors_ir_equals_the_model(tools, family: str):
-    """The whole way: capture, lowering, launches; logits in fp16 against the library's in fp64."""
+    """The whole way: capture, lowering, launches; logits in fp16 are as near to fp64 as the library's own in fp16."""
     torch.manual_seed(0)
     model = build(family).eval()
     ids = torch.randint(0, 64, (2, 37))
     with torch.no_grad():
         truth = model.double()(ids, use_cache=False).logits
     model = model.half()
+    with torch.no_grad():
+        library = model(ids, use_cache=False).logits
     graph = capture(model, inputs={"input_ids": ids, "use_cache": False})
     done = lower(graph, "ascend")
     assert done["chunk_scan"] >= 1 and done["causal_conv1d"] >= 1
@@ -192,7 +205,38 @@ def test_a_lowered_model_on_the_vendors_ir_equals_the_model(tools, family: str):
         out = graph.module(*values)
     logits = next(t for t in out if isinstance(t, torch.Tensor) and t.shape == truth.shape)
     assert {call.kernel.name for call, _ in launched} >= {"scan_kernel", "conv_kernel"}
-    assert relative(logits, truth) < 0.02
+    assert relative(logits, truth) <= 3 * relative(library, truth)
+
+
+@pytest.mark.slow
+def test_gradients_of_the_ops_come_from_the_kernels(tools):
+    """Through autograd: the scan's from our backward, those of convolution and norm from the reference."""
+    case = scan_case("autograd", 2, 70, 4, 2, 32, 32, D="head", z=True, bias=True, init=True, softplus=True)
+    names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "init_state")
+    options = case.options
+
+    def gradients(op: Any, exact: bool) -> list[torch.Tensor]:
+        leaves = [(t.double() if exact else t.clone()).requires_grad_() for t in case.arguments[: len(names)]]
+        y, state = op(*leaves, **options)
+        g = torch.Generator().manual_seed(0)
+        dy = torch.randn(y.shape, generator=g).half().to(y.dtype)
+        dstate = torch.randn(state.shape, generator=g).to(state.dtype)
+        return list(torch.autograd.grad((y, state), leaves, (dy, dstate)))
+
+    with on_the_cpu(tools) as launched:
+        ours = gradients(torch.ops.latentscan_ascend.chunk_scan, exact=False)
+    assert "token_kernel" in {call.kernel.name for call, _ in launched}
+    for name, a, b in zip(names, ours, gradients(torch.ops.latentscan.chunk_scan, exact=True), strict=True):
+        assert relative(a, b) <= 8 * 2.0**-11, name
+    x = torch.randn(2, 9, 64).half().requires_grad_()
+    weight = torch.randn(64, 4).half().requires_grad_()
+    with on_the_cpu(tools):
+        y, _ = torch.ops.latentscan_ascend.causal_conv1d(x, weight, activation="silu")
+        found = torch.autograd.grad(y.float().sum(), (x, weight))
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    y, _ = torch.ops.latentscan.causal_conv1d(*exact, activation="silu")
+    for a, b in zip(found, torch.autograd.grad(y.sum(), exact), strict=True):
+        assert relative(a, b) <= 8 * 2.0**-11
 
 
 def graph_input(graph: Any, name: str, ids: torch.Tensor) -> Any:

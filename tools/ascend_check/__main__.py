@@ -22,7 +22,7 @@ from latentscan.tools.ascend_check.execute import on_the_cpu
 from latentscan.tools.ascend_check.lint import lint_folder
 from latentscan.tools.ascend_check.numerics import Case, cases
 from latentscan.tools.ascend_check.shipped import Shipped, controls, shipped
-from latentscan.tools.ascend_check.table import markdown
+from latentscan.tools.ascend_check.table import check_marks, markdown
 from latentscan.tools.ascend_check.toolchain import CheckError, Toolchain, Verdict
 
 NOT_RUN = 3
@@ -38,7 +38,8 @@ def check(tools: Toolchain, chips: list[str], jobs: int, match: str, progress: P
     to_control = controls() if "910B3" in chips and not match else []
     bar = progress.add_task("checks", total=len(wanted) + len(to_run) + len(to_control))
     with ThreadPoolExecutor(jobs) as pool:
-        pending = [pool.submit(_verdict, tools, chip, entry) for chip, entry in wanted]
+        once = {(chip, entry.call): entry for chip, entry in wanted}  # tiles share compilations
+        pending = {key: pool.submit(_verdict, tools, key[0], entry) for key, entry in once.items()}
         for control in to_control:
             verdict = _verdict(tools, "910B3", Shipped(control.call, control.name))
             right = verdict.ok if not control.reason else any(control.reason in e for e in verdict.errors)
@@ -49,10 +50,10 @@ def check(tools: Toolchain, chips: list[str], jobs: int, match: str, progress: P
         for case in to_run:
             found["numerics"].append(_run(tools, case))
             progress.advance(bar)
-        for (chip, entry), future in zip(wanted, pending, strict=True):
-            verdict = future.result()
+        for chip, entry in wanted:
+            verdict = pending[chip, entry.call].result()
             found["kernels"].append(
-                {"kernel": entry.call.kernel.name, "tile": entry.tile, "constants": entry.call.tile, "chip": chip,
+                {"kernel": entry.call.kernel.name, "tile": entry.tile, "chip": chip,
                  "ok": verdict.ok, "buffers": verdict.buffers, "errors": list(verdict.errors)}
             )  # fmt: skip
             progress.advance(bar)
@@ -127,6 +128,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chips = ["910B3", "950"] if options.chip == "all" else [options.chip]
     console = Console(stderr=True)
+    if options.table:
+        try:
+            check_marks(options.table.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            parser.error(f"--table {options.table}: {error}")
     try:
         environment = ensure(options.env, options.pip_arg, console.print)
     except UnavailableError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from typing import Any
@@ -36,8 +37,7 @@ def ttadapter(request: dict[str, Any]) -> None:
     backend.add_stages(stages, options)
     for stage in ("ttir", "ttadapter"):
         module = stages[stage](module, metadata)
-    with open(request["out"], "w", encoding="utf-8") as file:
-        file.write(str(module))
+    _write(request["out"], str(module).encode())
 
 
 def machine_code(request: dict[str, Any]) -> None:
@@ -53,8 +53,14 @@ def machine_code(request: dict[str, Any]) -> None:
     llvm.attach_datalayout(module, request["triple"], "", "")
     llvm.optimize_module(module, llvm.OPTIMIZE_O2)
     code = llvm.translate_to_asm(str(module), request["triple"], "", "", [], False, True)
-    with open(request["out"], "wb") as file:
-        file.write(code)
+    _write(request["out"], code)
+
+
+def _write(path: str, content: bytes) -> None:
+    """The whole file or none: it is kept as a result."""
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(content)
+    os.replace(f"{path}.tmp", path)
 
 
 def main() -> None:

@@ -33,28 +33,32 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def _scan(P: int, N: int, tiles: ChunkTiles, chip: str, backward: bool, dtype: torch.dtype) -> list[Call]:
+def _scan(
+    P: int, N: int, tiles: ChunkTiles, chip: str, backward: bool, dtype: torch.dtype, *, bare: bool = False
+) -> list[Call]:
+    """The launches of a scan with every optional input, or (bare) with none."""
     x, B = _meta(2, LENGTH, HEADS, P, dtype=dtype), _meta(2, LENGTH, GROUPS, N, dtype=dtype)
     dt, A = _meta(2, LENGTH, HEADS, dtype=torch.float32), _meta(HEADS, dtype=torch.float32)
     state = _meta(2, HEADS, P, N, dtype=torch.float32)
     seq_idx = torch.zeros(2, LENGTH, dtype=torch.int32, device="meta")
     D = _meta(HEADS, P, dtype=torch.float32)
-    options = {"chunk_size": 256, "dt_softplus": True, "chip": chip, "tiles": tiles}
+    options = {"chunk_size": 256, "dt_softplus": not bare, "chip": chip, "tiles": tiles}
+    more = () if bare else (D, x, A, state, seq_idx)
     with recorded() as launched:
         if backward:
-            chunk_scan_backward(x, state, x, dt, A, B, B, D, x, A, state, seq_idx, **options)  # type: ignore[arg-type]
+            chunk_scan_backward(x, None if bare else state, x, dt, A, B, B, *more, **options)  # type: ignore[arg-type]
         else:
-            chunk_scan(x, dt, A, B, B, D, x, A, state, seq_idx, **options)  # type: ignore[arg-type]
+            chunk_scan(x, dt, A, B, B, *more, **options)  # type: ignore[arg-type]
     return [call for call, _ in launched]
 
 
 def shipped(chip: str) -> list[Shipped]:
-    """All of them for a chip, each distinct compilation once; every optional input is there, so nothing is left out."""
-    found: dict[Call, str] = {}
+    """All of them for a chip, every tile with every kernel; every optional input is there, so nothing is left out."""
+    found: dict[Shipped, None] = {}
 
     def add(calls: list[Call], tile: str) -> None:
         for call in calls:
-            found.setdefault(call, tile)
+            found[Shipped(call, tile or call.tile)] = None
 
     for backward, table in ((False, FORWARD), (True, BACKWARD)):
         for (P, N), tiles in table[chip].items():
@@ -62,6 +66,7 @@ def shipped(chip: str) -> list[Shipped]:
             add(_scan(P, N, tiles, chip, backward, torch.float16), tile)
             if (P, N) == (64, 128):
                 add(_scan(P, N, tiles, chip, backward, torch.bfloat16), f"{tile} bf16")
+                add(_scan(P, N, tiles, chip, backward, torch.float16, bare=True), f"{tile} bare")
                 add(_scan(P - 16, N - 32, tiles, chip, backward, torch.float16), f"{tile}, of P48 N96")
     for (C, R), decode in DECODE[chip].items():
         if decode is None:
@@ -74,7 +79,7 @@ def shipped(chip: str) -> list[Shipped]:
             )
         add([call for call, _ in launched], f"latent {C} rope {R} heads {decode.heads} keys {decode.keys}")
     add(*_mixer(chip))
-    return [Shipped(call, tile) for call, tile in found.items()]
+    return list(found)
 
 
 def _mixer(chip: str) -> tuple[list[Call], str]:
@@ -94,7 +99,7 @@ def _mixer(chip: str) -> tuple[list[Call], str]:
             mixer.state_update(
                 state, x, _meta(2, HEADS), A, B, B, _meta(HEADS, P), x, bias, dt_softplus=True, chip=chip
             )
-    return [call for call, _ in launched], "fixed"
+    return [call for call, _ in launched], ""
 
 
 @dataclass(frozen=True)

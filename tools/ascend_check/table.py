@@ -13,25 +13,33 @@ def markdown(text: str, found: dict[str, Any]) -> str:
     Raises:
         ValueError: the marks are not there.
     """
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"no {BEGIN} and {END}")
+    check_marks(text)
     head, rest = text.split(BEGIN, 1)
     return f"{head}{BEGIN}\n\n{_kernels(found)}\n\n{_runs(found)}\n\n{_controls(found)}\n\n{END}{rest.split(END, 1)[1]}"
 
 
+def check_marks(text: str) -> None:
+    """Raise ValueError unless the marks are there."""
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"no {BEGIN} and {END}")
+
+
 def _kernels(found: dict[str, Any]) -> str:
+    """A row for the tiles of a kernel that have the same verdicts on every chip."""
     chips = list(dict.fromkeys(k["chip"] for k in found["kernels"]))
-    rows: dict[tuple[str, str], dict[str, str]] = {}
+    verdicts: dict[str, dict[str, dict[str, str]]] = {}  # kernel -> tile -> chip
     for k in found["kernels"]:
-        tile = k["tile"] if k["tile"] != "fixed" else k["constants"]
-        cell = rows.setdefault((k["kernel"], tile), {})
         verdict = ("passes" if k["buffers"] == "double" else "passes, single buffers") if k["ok"] else k["errors"][0]
-        if cell.get(k["chip"], verdict) != verdict:  # two variants of one tile: the worse one is told
-            verdict = max(cell[k["chip"]], verdict, key=len)
-        cell[k["chip"]] = verdict
-    lines = [f"| kernel | tile | {' | '.join(chips)} |", f"|---|---|{'---|' * len(chips)}"]
-    for (kernel, tile), cell in rows.items():
-        lines.append(f"| {kernel} | {tile} | {' | '.join(cell.get(chip, 'not shipped') for chip in chips)} |")
+        cell = verdicts.setdefault(k["kernel"], {}).setdefault(k["tile"], {})
+        # Variants of one tile (a state and its adjoint): the worse one is told.
+        cell[k["chip"]] = max(cell.get(k["chip"], ""), verdict, key=len)
+    lines = [f"| kernel | tiles | {' | '.join(chips)} |", f"|---|---|{'---|' * len(chips)}"]
+    for kernel, tiles in verdicts.items():
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for tile, cell in tiles.items():
+            rows.setdefault(tuple(cell.get(chip, "not shipped") for chip in chips), []).append(tile)
+        for told, names in rows.items():
+            lines.append(f"| {kernel} | {'; '.join(names)} | {' | '.join(told)} |")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import platform
 import re
+import shutil
 import subprocess
 import threading
 from dataclasses import dataclass, field
@@ -164,7 +165,11 @@ class Toolchain:
             planned.exists() and not errors, "single" if "enable-auto-multi-buffer to false" in text else "double",
             errors or (() if planned.exists() else (f"no plan, exit status {done.returncode}",)),
         )  # fmt: skip
-        kept.write_text(json.dumps({"ok": verdict.ok, "buffers": verdict.buffers, "errors": verdict.errors}))
+        shutil.rmtree(temporaries, ignore_errors=True)
+        source.unlink()
+        aside = kept.with_suffix(".tmp")
+        aside.write_text(json.dumps({"ok": verdict.ok, "buffers": verdict.buffers, "errors": verdict.errors}))
+        aside.replace(kept)
         return verdict
 
     def library(self, ir: Path) -> Path:
@@ -185,6 +190,8 @@ class Toolchain:
         _run(["gcc", "-O2", "-fPIC", "-shared", "-Wl,--wrap=malloc,--wrap=free", str(code), str(HERE / "runtime.c"),
               "-lm", "-o", str(made)])  # fmt: skip
         made.rename(library)
+        for path in (host, lowered, code):
+            path.unlink()
         return library
 
     def _ask(self, request: dict[str, Any]) -> None:
