@@ -14,7 +14,7 @@ from latentscan.passes.pipeline import parse, run
 from latentscan.runtime.phases import traced_phases, values_of
 from latentscan.tests.models import build
 from latentscan.tools import rank_graphs
-from latentscan.tools.plan_mesh import rate
+from latentscan.tools.plan_mesh import mesh_plan, rate
 from latentscan.tools.rank_graphs import alone_in, everywhere, graphs_of, operations, sent, timed
 
 SP = "tensor-parallel,sequence-parallel"
@@ -81,3 +81,18 @@ def test_rates_are_numbers_with_a_unit():
     for text in ("fast", "-1G", "0", "infT", ""):
         with pytest.raises(PipelineError, match="is no number above 0"):
             rate(text, "bandwidth")
+
+
+def test_a_plan_counts_gradients_and_moments_as_the_ranks_hold_them(traced):
+    """What is split is held once over all ranks; AdamW keeps two moments of everything that trains."""
+    model, graph = build("llama").to("meta"), traced.graph
+    told = mesh_plan(model, parse(SP), MESH, [(traced, graph)], bandwidth=1e9, flops=1e9)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    rows = told["ranks"]
+    assert sum(r["gradient_bytes"] - r["split_bytes"] for r in rows) == 2 * (
+        whole - sum(r["split_bytes"] for r in rows)
+    )
+    assert all(r["optimizer_bytes"] == 2 * r["gradient_bytes"] for r in rows)
+    estimate = told["estimate"]["phases"]["train"]
+    assert estimate["exposed_s"] == pytest.approx(estimate["sending_s"])
+    assert estimate["hidden"] == pytest.approx(0.0, abs=1e-6)
