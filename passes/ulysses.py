@@ -66,12 +66,12 @@ class Ulysses(Pass):
         shared = _latents(graph, node) if site.facts["latent"] else None
         with graph.before(node, self.name):
             if node.target is LATENT_ATTENTION:
-                for position, of in ((0, "heads"), (1, "heads"), (2, 1), (3, 2)):
+                for position in range(4):
                     x: Any = node.args[position]
-                    if isinstance(x, fx.Node) and of == "heads":
+                    if isinstance(x, fx.Node) and position < 2:
                         node.update_arg(position, graph.call(exchange.to_heads, x, *where))
                     elif isinstance(x, fx.Node):
-                        node.update_arg(position, _k_rope(graph, x, of, axis, heads))
+                        node.update_arg(position, _k_rope(graph, x, position - 1, axis))
             else:
                 if shared is not None:
                     for position, made in zip((1, 2), _expanded(graph, node, shared, axis), strict=True):
@@ -149,7 +149,7 @@ def _expanded(graph: Graph, node: fx.Node, found: _Latents, axis: Axis) -> list[
     return made
 
 
-def _k_rope(graph: Graph, x: fx.Node, dim: int, axis: Axis, heads: int) -> fx.Node:
+def _k_rope(graph: Graph, x: fx.Node, dim: int, axis: Axis) -> fx.Node:
     """The absorbed form's latent, or its rotated keys; of those with a head for each KV head, the ones in use here."""
     made = graph.call(exchange.gather_shared, x, dim, axis.name, axis.size, axis.group)
     groups = int(graph.shape(x)[1]) if dim == 2 else 1

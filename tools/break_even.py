@@ -61,9 +61,9 @@ def layers_of(graph: Graph) -> dict[str, Layer]:
     found = {}
     for node in graph.calls(ssm.chunk_scan.op):
         (_, _, heads, width), (_, _, groups, d_state) = (graph.shape(node.args[i]) for i in (0, 3))  # type: ignore
-        sizes = [int(n) for n in (heads, width, groups, d_state)]
         element = graph.value(node.args[0]).element_size()  # type: ignore[arg-type]
-        found[module_path(node)] = Layer(*sizes, conv.get(module_path(node), 4), element)
+        taps = conv.get(module_path(node), 4)
+        found[module_path(node)] = Layer(int(heads), int(width), int(groups), int(d_state), taps, element)
     return found
 
 

@@ -102,7 +102,8 @@ class Trainer:
     def run(self, rows: int, length: int, steps: int, seed: int = 0) -> dict[str, float]:
         """Rows and tokens as they are before the mesh's axis cp cuts them; every data-parallel rank has as many."""
         cuda = self.device.type == "cuda"
-        times, active, total, loss = [], 0, 0, 0.0
+        times: list[float] = []
+        active, total, loss = 0.0, 0.0, torch.zeros(())
         own = seed + (dist.get_rank() if self.how in ("dp", "recompute") else 0)
         given = self.batch(rows, length, own)
         began = time.time()

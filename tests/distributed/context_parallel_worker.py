@@ -99,7 +99,9 @@ def main() -> None:
     mesh = next((w.removeprefix("mesh=") for w in words if w.startswith("mesh=")), f"cp={size}")
     wrap(many, pipeline, mesh=mesh)
     got, grads = train(many, many, [split_batch(b, mesh) for b in given])
-    grads = whole(many, grads)
+    known = {id(p): n for n, p in one.named_parameters()}  # weights that layers share have several names
+    names = {n: known[id(p)] for n, p in one.named_parameters(remove_duplicate=False)}
+    grads = {names.get(n, n): g for n, g in whole(many, grads).items()}
     worst = {n: float((grads[n] - g).norm() / (g.norm() + 1e-12)) for n, g in want_grads.items()}
     told = {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)),

@@ -150,8 +150,10 @@ def simulated(s: Shards, algorithm: str, final: bool, monkeypatch) -> list[torch
             barrier.abort()
 
     threads = [threading.Thread(target=guarded, args=(r, p)) for r, p in enumerate(s.parts())]
-    [t.start() for t in threads]
-    [t.join(timeout=120) for t in threads]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=120)
     if failures:
         raise failures[0]
     found = [results[r] for r in range(size)]

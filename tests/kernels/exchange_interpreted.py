@@ -37,7 +37,7 @@ def main() -> None:
         A = -torch.rand(H, generator=g) * (50 if strong else 0.05)
         B = torch.randn(b, L, G, N, generator=g)
         seq_idx = (torch.rand(b, L, generator=g) < 0.02).int().cumsum(1).int() if packed else None
-        if packed:
+        if seq_idx is not None:
             seq_idx[0] = 7  # one row without a border
         wide = [t.double() for t in (x, dt, A, B, bias)]
         options = {"dt_softplus": True, "dt_min": 0.0, "dt_max": 2.0}

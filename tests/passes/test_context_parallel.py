@@ -8,11 +8,13 @@ from torch import nn
 
 from latentscan.ir.capture import capture
 from latentscan.ir.errors import MeshError, RefusedError
+from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Axis, Mesh, parse_mesh
 from latentscan.ir.ops import exchange
 from latentscan.ir.ops.collectives import copy_to
 from latentscan.ir.order import check_order, collectives
 from latentscan.ir.tokens import follow_tokens
+from latentscan.lowering.schedule import is_start, place_of, waits_of
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import parse, run
 from latentscan.runtime.batch import IGNORED, split_batch
@@ -56,7 +58,7 @@ def test_every_layer_exchanges_tail_and_state_and_every_weight_is_summed_once():
     assert "each rank's part" in partial.records[0].sites[-1].note
 
 
-MADE: dict[str, object] = {}
+MADE: dict[str, Graph] = {}
 
 
 def graph_again():
@@ -115,18 +117,21 @@ def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_loca
     graph = graph_again()
     mesh = Mesh((Axis("cp", ranks, 1, group),))
     program = planned(graph, f"mamba-context-parallel{{algorithm={algorithm},gradients=partial}}", mesh)
-    seen: dict[str, list[str]] = {}
+    seen: dict[str, list[tuple[str, int]]] = {}  # for each start: what it is, and the products before its wait
 
     def keep(phase: str):
-        def compiler(made, _):
-            seen[phase] = [
-                "wait:" + str(n.args[0].target).partition(".")[2] if "wait_tensor" in str(n.target) else str(n.target)
-                for n in made.graph.nodes
-                if n.op == "call_function"
-            ]
-            return make_boxed_func(made.forward)
-
         from functorch.compile import make_boxed_func
+
+        def compiler(made, _):
+            nodes = list(made.graph.nodes)
+            at = {n: i for i, n in enumerate(nodes)}
+            products = [at[n] for n in nodes if "aten.mm" in str(n.target) or "aten.addmm" in str(n.target)]
+            seen[phase] = []
+            for start in filter(is_start, nodes):
+                (wait,) = waits_of(start)
+                between = sum(at[start] < i < at[wait] for i in products)
+                seen[phase].append((place_of(start)[0], between))
+            return make_boxed_func(made.forward)
 
         return compiler
 
@@ -147,20 +152,15 @@ def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_loca
             given.append(sizes[str(value)])
     out = torch.compile(program.graph.module, backend=backend, dynamic=True, fullgraph=True)(*given)
     out[0].backward()
-    for phase, state in (("forward", "all_gather_into_tensor"), ("backward", "reduce_scatter_tensor")):
-        names = seen[phase]
-        sends = [i for i, n in enumerate(names) if "all_to_all_single" in n and "wait" not in n]
-        products = [i for i, n in enumerate(names) if "aten.mm" in n or "aten.addmm" in n]
-        waits = [i for i, n in enumerate(names) if n.startswith("wait:")]
-        if algorithm == "all-gather":
-            begin = next(i for i, n in enumerate(names) if state in n and "wait" not in n)
-            end = next(i for i in waits if state.partition("_tensor")[0] in names[i] or state in names[i])
-            assert any(begin < i < end for i in products), (phase, names)
-        for begin in (sends[0], sends[-1]) if phase == "forward" else (sends[-1],):
-            if algorithm == "log-scan" and begin == sends[-1] and phase == "forward":
-                continue  # the second step of a scan waits for the first, behind nothing
-            end = next(i for i in waits if i > begin and "all_to_all_single" in names[i])
-            assert any(begin < i < end for i in products), (phase, begin, end, names)
+    # Of a log-scan's two steps the first has something to hide behind. The tail's exchange is the first that the forward
+    # starts, and the last of the backward.
+    forward, backward = seen["forward"], seen["backward"]
+    there, back = (forward[1], backward[-2]) if algorithm == "all-gather" else (forward[1], backward[-3])
+    wanted = ["all_gather", "reduce_scatter"] if algorithm == "all-gather" else ["all_to_all"] * 2
+    assert [there[0], back[0]] == wanted
+    assert forward[0][0] == backward[-1][0] == "all_to_all"
+    for _, products in (there, back, forward[0], backward[-1]):
+        assert products > 0, seen
 
 
 def test_attention_needs_ulysses_and_gets_it():

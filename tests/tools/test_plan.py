@@ -259,3 +259,20 @@ def test_deepseek_v3_plans_within_a_minute_and_4_gib():
     # one token: the latent is read instead of expanded, 512 + 64 and 512 features a head
     decode = 2 * 37.5e9 + 2 * 61 * 128 * 32769 * 1088
     assert abs(told["phases"]["decode"]["after"]["flops"] / decode - 1) < 0.05
+
+
+def test_under_a_cp_mesh_a_ranks_tokens_and_what_it_sends_are_counted():
+    """Two ranks of 256 tokens: half the operations and nearly half of what is kept; a state is 4 x 8 x 257 bytes."""
+    data = plan(resolve("tiny:mamba2"), "mamba-context-parallel", seq=512, train=True, mesh="cp=2")
+    phase = data["phases"]["train"]
+    assert phase["tokens_a_rank"] == 256
+    assert phase["after"]["flops"] == pytest.approx(phase["before"]["flops"] / 2, rel=0.03)
+    assert phase["after"]["activation_bytes"] == pytest.approx(phase["before"]["activation_bytes"] / 2, rel=0.06)
+    (row,) = phase["exchange"]["rows"]
+    assert row["state_bytes"] == 4 * 8 * 257
+    assert row["tail_bytes"] == 4 * 3 * 192
+    assert row["heads_bytes"] == 4 * 512 * (3 * 128 + 2 * 2 * 16 + 8) // 4
+    assert phase["exchange"]["bytes"] == 2 * 2 * (4 * 8 * 257 + 4 * 3 * 192)  # two layers, both ways
+    sent = {(c["pass"], c["caller"]): c["bytes_sent"] for c in data["mesh"]["collectives"]}
+    assert sent["forward", "state_start"] == 2 * row["state_bytes"]
+    assert sent["forward", "tail_start"] == 2 * row["tail_bytes"]
