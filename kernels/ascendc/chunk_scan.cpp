@@ -269,6 +269,9 @@ class Product {
     store.mSize = MM;
     store.srcStride = MM;
     store.dstStride = NN;
+    store.ndNum = 1;
+    store.srcNdStride = 0;
+    store.dstNdStride = 0;
     AscendC::Fixpipe<float, float, AscendC::CFG_ROW_MAJOR>(out, product, store);
     c1.FreeTensor(product);
   }

@@ -562,6 +562,7 @@ constexpr FixpipeConfig CFG_ROW_MAJOR{};
 struct FixpipeParamsV220 {
   uint16_t nSize = 0, mSize = 0, srcStride = 0;
   uint32_t dstStride = 0;
+  uint16_t ndNum = 1, srcNdStride = 0, dstNdStride = 0;
 };
 
 // Fractals of L0C to rows in global memory.
@@ -569,6 +570,7 @@ template <typename T, typename U, const FixpipeConfig &>
 void Fixpipe(const GlobalTensor<T> &to, const LocalTensor<U> &from, const FixpipeParamsV220 &p) {
   host::only(KERNEL_TYPE_AIC_ONLY, "Fixpipe");
   from.In(host::L0C, "the source of Fixpipe");
+  if (p.ndNum != 1) host::fail("fractals: only one matrix");
   const U *in = from.Aligned(int64_t(p.nSize) * p.srcStride, 1024, "the source of Fixpipe");
   for (int64_t m = 0; m < p.mSize; ++m)
     for (int64_t n = 0; n < p.nSize; ++n)
