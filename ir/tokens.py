@@ -351,9 +351,9 @@ class _Walk:
 
     def _einsum(self, op: fx.Node, inputs: list[fx.Node]) -> None:
         terms, out = str(op.args[0]).replace(" ", "").split("->") if "->" in str(op.args[0]) else ("", "")
-        given = dict(zip(op.args[1:], terms.split(","), strict=False))
-        letters = {given[n][self.tokens.dims[n]] for n in inputs if n in given and "." not in given[n]}
-        elsewhere = "".join(t for n, t in given.items() if n not in inputs)
+        given = list(zip(op.args[1:], terms.split(","), strict=False))  # a value may be given twice
+        letters = {t[self.tokens.dims[n]] for n, t in given if n in inputs and "." not in t}  # type: ignore[index]
+        elsewhere = "".join(t for n, t in given if n not in inputs)
         if len(letters) == 1 and "." not in terms and (letter := letters.pop()) in out and letter not in elsewhere:
             self.tokens.dims[op] = out.index(letter)
         else:

@@ -152,8 +152,8 @@ def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_loca
             given.append(sizes[str(value)])
     out = torch.compile(program.graph.module, backend=backend, dynamic=True, fullgraph=True)(*given)
     out[0].backward()
-    # Of a log-scan's two steps the first has something to hide behind. The tail's exchange is the first that the forward
-    # starts, and the last of the backward.
+    # Of a log-scan's two steps the first has something to hide behind. The tail's exchange is the first of the forward
+    # and the last of the backward.
     forward, backward = seen["forward"], seen["backward"]
     there, back = (forward[1], backward[-2]) if algorithm == "all-gather" else (forward[1], backward[-3])
     wanted = ["all_gather", "reduce_scatter"] if algorithm == "all-gather" else ["all_to_all"] * 2
@@ -222,8 +222,10 @@ class Mixing(nn.Module):
         (lambda x: torch.softmax(x @ x.mT, -1) @ x, "mixes-tokens"),
         (lambda x: x * torch.linspace(0, 1, x.shape[1])[:, None], "length-fixed"),
         (lambda x: x * torch.arange(0, 2 * x.shape[1], 2)[:, None], "positions-from-length"),
-        (lambda x: x.transpose(0, 1).reshape(-1, 6), "tokens-moved"),  # the batch inside the tokens
-        (lambda x: torch.sort(x, 1).values, "unknown-node"),
+        (lambda x: torch.sort(x, 1).values, "mixes-tokens"),
+        (lambda x: torch.topk(x, 2, 1).values, "mixes-tokens"),
+        (lambda x: torch.einsum("bld,bmd->blm", x, x), "mixes-tokens"),
+        (lambda x: torch.bucketize(x, x.new_ones(3)), "unknown-node"),
         (lambda x: x.sum(1) ** 2, "not-a-sum"),
         (lambda x: x.repeat(1, 2, 1), "tokens-moved"),
     ],
@@ -241,6 +243,11 @@ def test_whatever_looks_beyond_its_own_token_is_an_end(how, rule):
         lambda x: x.reshape(-1, 6).square(),
         lambda x: torch.cat(x.chunk(2, -1)[::-1], -1).unflatten(-1, (2, 3)).transpose(1, 2),
         lambda x: (x @ x.new_ones(6, 4)).softmax(-1),
+        lambda x: x.transpose(0, 1).reshape(-1, 6),  # a token has a place for each row, side by side
+        lambda x: x.reshape(-1, 6).repeat_interleave(2, 0).view(-1, 2, 6).sum(1),  # two experts a token
+        lambda x: torch.topk(x, 2, -1).values,
+        lambda x: x.new_ones(3, 6)[torch.topk(x, 2, -1).indices.reshape(-1).clamp(max=2)],  # weights of its experts
+        lambda x: torch.einsum("bld,dk->blk", x, x.new_ones(6, 4)),
         lambda x: x * torch.arange(x.shape[1])[:, None],  # the passes count on from the shard's first token
     ],
 )
