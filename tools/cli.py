@@ -182,9 +182,7 @@ def convert_verb(
             if not as_json:
                 stdout().print(text, highlight=False)
 
-        told = convert(
-            model, out, pipeline, calibration=calibration, export_as=export_as, step=step, tell=tell
-        )
+        told = convert(model, out, pipeline, calibration=calibration, export_as=export_as, step=step, tell=tell)
     _show_written(told, as_json)
 
 
