@@ -156,6 +156,8 @@ def gathered_state(session: Session) -> dict[str, torch.Tensor]:
     """The state dict of the whole model. Every rank of the mesh must call it."""
     state = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in session.model.state_dict().items()}
     for recipe in reversed([r for r in session.plan.recipes if r.group]):
+        if not any(t in state for t in recipe.targets):  # parts of buffers, which the model makes anew
+            continue
         parts = [state.pop(t) for t in recipe.targets]
         with torch.no_grad():
             state.update(zip(recipe.sources, recipe.inverse(*parts), strict=True))  # type: ignore[misc]

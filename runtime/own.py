@@ -63,7 +63,7 @@ def _moved(model: torch.nn.Module, path: str) -> RefusedError:
 
 
 def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:
-    """Compute every recipe and register its targets as Parameters. All or none."""
+    """Compute every recipe and register its targets: Parameters, or of buffers alone buffers, unsaved. All or none."""
     made: list[tuple[torch.nn.Module, str]] = []
     try:
         for recipe in recipes:
@@ -73,11 +73,14 @@ def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:
             trains = any(s.requires_grad for s in sources)
             for path, value in zip(recipe.targets, values, strict=True):
                 module, name = place(model, path)
-                module.register_parameter(name, torch.nn.Parameter(value.detach().clone(), requires_grad=trains))
+                if any(isinstance(s, torch.nn.Parameter) for s in sources):
+                    module.register_parameter(name, torch.nn.Parameter(value.detach().clone(), requires_grad=trains))
+                else:
+                    module.register_buffer(name, value.detach().clone(), persistent=False)
                 made.append((module, name))
     except BaseException:
         for module, name in made:
-            del module._parameters[name]
+            delattr(module, name)
         raise
 
 
@@ -185,7 +188,8 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
     for recipe in recipes:
         for path in recipe.targets:
             module, name = place(model, path)
-            module._parameters.pop(name, None)
+            if hasattr(module, name):
+                delattr(module, name)
     model.__dict__.pop(TIES, None)
     ignored = [path for path in getattr(model, DDP_IGNORES, ()) if path not in released and path not in ties]
     if ignored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,7 +178,9 @@ def make_plan(model: torch.nn.Module, options: Options, context: Context) -> Mod
     graph = planning_graph(model, cached=not any(p.name in SEQUENCE for p in passes))
     with inspection(model, graph, options, context) as hooks:
         program = run(graph, passes, context, hooks=hooks)
-        return plan_of(program, to_text(passes))
+        plan = plan_of(program, to_text(passes))
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}  # the model's own; no state to free
+    return replace(plan, released=tuple(path for path in plan.released if path not in buffers))
 
 
 def plan_of(program: Program, pipeline: str) -> ModelPlan:

@@ -44,6 +44,8 @@ def whole(model: torch.nn.Module, grads: dict[str, torch.Tensor]) -> dict[str, t
     session = session_of(model)
     assert session is not None
     for recipe in reversed(session.plan.recipes):
+        if any(t not in grads for t in recipe.targets):  # of a buffer
+            continue
         made = recipe.inverse(*[grads.pop(t) for t in recipe.targets])  # type: ignore[misc]
         grads.update(zip(recipe.sources, made, strict=True))
     return grads

@@ -89,8 +89,6 @@ def test_mamba2_on_two_by_two_ranks(tmp_path, how):
 @pytest.mark.parametrize("words", [(2, "cp"), (2, "cp", "packed"), (3, "cp"), (4, "cp"), (4, "tp"), (4, "sp")])
 def test_hybrids_train_as_one_process_does(tmp_path, family, words):
     size, how, *packed = words
-    if family == "falcon_h1" and how != "cp":
-        pytest.skip("tensor-parallel takes falcon_h1's mup_vector for an exchanged module")
     given = [PIPELINES[how], *packed, *([TWO_BY_TWO] if how != "cp" else [])]
     if size == 3:
         given.append(f"set={json.dumps(SIX[family])}")

@@ -53,7 +53,7 @@ CONVERTED: dict[str, Any] = {
 ATTENTION: list[dict[str, Any]] = [
     LLAMA, {"family": "qwen2"}, {"family": "qwen3"}, {"family": "deepseek_v3"}, CONVERTED,
 ]  # fmt: skip
-MIXERS: list[dict[str, Any]] = [{"family": family} for family in ("mamba2", "bamba", "nemotron_h", "granitemoehybrid")]
+MIXERS: list[dict[str, Any]] = [{"family": family} for family in ("mamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid")]
 
 
 @pytest.mark.slow
