@@ -53,7 +53,16 @@ CONVERTED: dict[str, Any] = {
 ATTENTION: list[dict[str, Any]] = [
     LLAMA, {"family": "qwen2"}, {"family": "qwen3"}, {"family": "deepseek_v3"}, CONVERTED,
 ]  # fmt: skip
-MIXERS: list[dict[str, Any]] = [{"family": family} for family in ("mamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid")]
+MIXERS: list[dict[str, Any]] = [{"family": family} for family in ("mamba2", "bamba", "nemotron_h", "granitemoehybrid")]
+
+
+@pytest.mark.slow
+def test_a_buffer_that_is_split_is_neither_trained_nor_saved(tmp_path):
+    """falcon_h1 multiplies what in_proj gives by a vector that it keeps as an unsaved buffer."""
+    case = {"family": "falcon_h1", "steps": 2, "do": ["generate", f"save:{tmp_path / 'saved'}", "unwrap"]}
+    (ranks,) = launch(2, [case], tmp_path / "run")
+    check(ranks, steps=2)
+    assert all(r["saved"] < 1e-5 and r["unwrapped"] < 1e-5 and r["names"] == [] for r in ranks)
 
 
 @pytest.mark.slow
