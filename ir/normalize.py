@@ -11,6 +11,7 @@ from torch import fx
 
 from latentscan.ir.eager_attention import canonical_eager, canonical_linear
 from latentscan.ir.graph import REGION, VALUE, Graph, module_path
+from latentscan.ir.in_place import functionalize_in_place
 from latentscan.ir.ops import attention as _attention  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import mask as _mask  # noqa: F401
 from latentscan.ir.sizes import same
@@ -22,12 +23,13 @@ PACKING_MASK = torch.ops.latentscan.packing_mask.default
 
 
 def normalize(graph: Graph) -> None:
-    """Inline recompute regions, drop logging calls, make slice writes functional, give masks their structure."""
+    """Inline recompute regions, drop logging calls, make writes functional, give masks their structure."""
     inline_checkpoints(graph)
     detach_without_grad(graph)
     name_overloads(graph)
     drop_logging(graph)
     functionalize_slice_writes(graph)
+    functionalize_in_place(graph)
     canonical_linear(graph)
     canonical_sdpa(graph)
     canonical_eager(graph)
