@@ -173,7 +173,7 @@ def progress(batches: Sequence[torch.Tensor], done: int = 0) -> Any:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     columns = (TextColumn("calibrating"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
     rows = [len(b) for b in batches]
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

@@ -93,7 +93,7 @@ class Report:
 
         from latentscan.runtime.tables import pass_table
 
-        console = Console(width=110, record=True, file=None, force_terminal=False)
+        console = Console(width=110, emoji=False, record=True, file=None, force_terminal=False)
         with console.capture() as captured:
             console.print(pass_table(self.passes))
             for refusal in self.refusals[:20]:

@@ -359,8 +359,8 @@ def stdout() -> Any:
     """A console on stdout; where that is no terminal, as wide as its texts need."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=int(os.environ.get("COLUMNS", 160)))
+    console = Console(emoji=False)  # tiny:llama: is a name, not a picture
+    return console if console.is_terminal else Console(emoji=False, width=int(os.environ.get("COLUMNS", 160)))
 
 
 def print_json(data: Any) -> None:
@@ -373,7 +373,7 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
     """A status line on stderr, where that is a terminal; yields the function that changes its text."""
     from rich.console import Console
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if not console.is_terminal:
         yield lambda text: None
         return

@@ -172,7 +172,7 @@ def main() -> int:
     quiet()
     from rich.console import Console
 
-    console = Console(width=118)
+    console = Console(width=118, emoji=False)
     result: dict[str, Any] = {"smollm2": smollm2(console)}
     for family, pipeline in (("deepseek_v3", "mla-mm-split,mla-absorb"), ("mamba2", ""), ("bamba", "")):
         result[family] = small(console, family, pipeline)

@@ -263,7 +263,7 @@ def bar(steps: int) -> Iterator[tuple[Callable[[str], None], Told]]:
         TimeRemainingColumn,
     )
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if not console.is_terminal:
         began, last, first = time.monotonic(), 0.0, 0
 

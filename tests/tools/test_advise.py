@@ -109,7 +109,7 @@ def test_the_verb_prints_the_formulas_and_one_json_object(steps, capsys):
     words = ["advise", "tiny:mamba2", "--gpus", "2", "--seq", "512", "--memory"]
     assert main([*words, "1G"]) == 0
     text = capsys.readouterr().out
-    for word in ("one GPU is enough", "advice: dp=2", "8 P / (dp cp tp)", "chunk length"):
+    for word in ("one GPU is enough", "advice: dp=2", "8 P / (dp cp tp)", "chunk length", "tiny:mamba2: "):
         assert word in text
     assert main([*words, "1K", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["best"] is None

@@ -14,7 +14,7 @@ import pytest
 
 from latentscan.ir.errors import CheckpointError
 from latentscan.tools import cli
-from latentscan.tools.cli import BAD_INPUT, CHECK_FAILED, OK, main
+from latentscan.tools.cli import BAD_INPUT, CHECK_FAILED, OK, main, stdout
 
 ENTRY = "import sys; from latentscan.tools.cli import main; sys.exit(main())"
 
@@ -331,3 +331,8 @@ def test_the_console_script_is_main():
     for entry in found:
         assert entry.value == "latentscan.tools.cli:main"
     assert cli.main is main
+
+
+def test_names_between_colons_are_not_turned_into_pictures(capsys):
+    stdout().print("tiny:llama: and :rocket:")
+    assert capsys.readouterr().out.strip() == "tiny:llama: and :rocket:"

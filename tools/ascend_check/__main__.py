@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pip-arg", action="append", default=[], help="an argument for pip; may be repeated")
     options = parser.parse_args(arguments)
     chips = ["910B3", "950"] if options.chip == "all" else [options.chip]
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     if options.table:
         try:
             check_marks(options.table.read_text(encoding="utf-8"))
