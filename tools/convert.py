@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from latentscan.ir.errors import CheckpointError, PipelineError
+from latentscan.ir.errors import CheckpointError, PipelineError, RefusedError
 from latentscan.ir.weights import bytes_of
 from latentscan.runtime.calibration import Calibration
 from latentscan.runtime.checkpoint import check_target, load, write
@@ -73,7 +73,11 @@ def convert(
         data = Calibration(_calibration(source, loaded, calibration), state=_state(target))
     step("rewriting")
     before = sum(bytes_of(t) for t in (*loaded.parameters(), *loaded.buffers()))
-    wrap(loaded, pipeline, calibration=data)
+    try:
+        wrap(loaded, pipeline, calibration=data)
+    except (PipelineError, RefusedError):  # no interruption: there is nothing to go on from
+        _state(target).unlink(missing_ok=True)
+        raise
     session = session_of(loaded)
     assert session is not None
     made = {t: bytes_of(get(loaded, t)) for r in session.plan.recipes for t in r.targets}
