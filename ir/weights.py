@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from latentscan.ir.errors import RefusedError
+
 
 class Weight:
     """One parameter or buffer that the traced model reads.
@@ -90,6 +92,33 @@ class Recipe:
     keep: dict[str, Any] = field(default_factory=dict)
     group: str = ""
     parts: tuple[Part, ...] = ()
+
+    def make(self, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The new weights, to be kept: without gradients, and none but finite ones.
+
+        Raises:
+            RefusedError: one of them is not finite.
+        """
+        with torch.no_grad():
+            values = self.function(*sources)
+        for path, value in zip(self.targets, values, strict=True):
+            if _is_finite(value):
+                continue
+            old = next((p for p, s in zip(self.sources, sources, strict=True) if not _is_finite(s)), None)
+            cause = f", and so is {old}, which it is made from" if old else ", though all that it is made from are"
+            raise RefusedError(
+                f"{self.maker} makes {path} of shape {list(value.shape)} not finite in {value.dtype}{cause}",
+                where=self.module,
+                remedy="repair the model's weights" if old else "give a wider dtype, or other calibration data",
+            )
+        return values
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are. True where they are not known, or cannot be infinite."""
+    if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() < 2:
+        return True
+    return bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())  # a NaN is either; nothing of its size
 
 
 @dataclass

@@ -28,6 +28,19 @@ def damped(covariance: torch.Tensor, damping: float = 0.01) -> torch.Tensor:
     return c + damping * c.diagonal().mean() * torch.eye(c.shape[0], dtype=c.dtype, device=c.device)
 
 
+def directions(moment: torch.Tensor, centre: torch.Tensor | None = None) -> int:
+    """How many directions inputs span (around ``centre`` [D]): eigenvalues of E[x x^T] above 1e-10 of the largest.
+
+    Inputs that repeat leave eigenvalues of eps^2, 1e-14 where they were computed in fp32, and fp64 sums D eps, 1e-12.
+    The largest is that before centring, which leaves nothing but rounding where all inputs are alike.
+    """
+    c = moment.double()
+    largest = torch.linalg.eigvalsh(c)[-1]
+    if centre is not None:
+        c = c - torch.outer(centre.double(), centre.double())
+    return int((torch.linalg.eigvalsh(c) > 1e-10 * largest).sum()) if float(largest) > 0 else 0
+
+
 def output_energy(weight: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
     """E[y_i^2] of y = W x for each row of W [n, D], given E[x x^T] [D, D]."""
     return ((weight @ covariance) * weight).sum(-1)

@@ -207,7 +207,8 @@ def _keys_form(
         return False, "W_K or W_V is no plain parameter"
     weight: torch.Tensor = weights[0]  # type: ignore[assignment]
     if torch.finfo(weight.dtype).eps > 1e-6:
-        return False, f"the inverse of W_K needs float32, the weights are {str(weight.dtype).removeprefix('torch.')}"
+        dtype = str(weight.dtype).removeprefix("torch.")
+        return False, f"the inverse of W_K needs float32 or float64, the weights are {dtype}"
     matrix = weight.double()
     if rows > _LARGE:  # its singular values would take minutes a layer
         holds = _least_is_above(matrix, 1 / max_condition)

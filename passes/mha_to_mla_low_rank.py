@@ -33,6 +33,7 @@ def plan_low_rank(options: MhaToMla, graph: Graph, context: Context) -> list[Sit
     """A site or a refusal for every attention; with ``allocation=energy`` the ranks are set for all of them at once."""
     found: list[Site | Refusal] = []
     open_ranks: list[tuple[int, torch.Tensor, int]] = []  # position, energies, largest rank
+    places: dict[str, Place] = {}
     for node in attention_like(graph):
         module = module_path(node)
         try:
@@ -47,6 +48,7 @@ def plan_low_rank(options: MhaToMla, graph: Graph, context: Context) -> list[Sit
         found.append(site)
         if options.allocation == "energy" and site.module in (context.statistics or {}) and not context.meta:
             if (options.name, site.module) not in context.facts:
+                places[site.module] = place
                 open_ranks.append((len(found) - 1, _energies(graph, place, site, context), most))
     if open_ranks:
         assert options.rank is not None
@@ -55,6 +57,10 @@ def plan_low_rank(options: MhaToMla, graph: Graph, context: Context) -> list[Sit
         for (position, *_), rank in zip(open_ranks, ranks, strict=True):
             site = found[position]  # type: ignore[assignment]
             found[position] = _noted(site, site.facts | {"d_c": rank})
+            method = str(site.facts.get("method", PER_HEAD))
+            assert context.statistics is not None
+            moments = context.statistics[site.module]
+            _check_spanned(places[site.module], method, rank, moments, f"{options.name} at {site.module}")
     return found
 
 
@@ -86,6 +92,7 @@ def _site(options: MhaToMla, graph: Graph, place: Place, context: Context) -> tu
     elif context.statistics is None or place.module not in context.statistics:
         raise _no_calibration(f"{options.name} at {place.module}")
     else:
+        _check_spanned(place, method, rank, context.statistics[place.module], f"{options.name} at {place.module}")
         pairs = _text(_pairs(graph, place, method, count, context.statistics[place.module]))
     before = kv_heads * (width + value_width)
     facts: dict[str, Any] = {"kv_heads": kv_heads, "before": before, "d_c": rank, "d_r": rope_dim, "pairs": pairs}
@@ -111,6 +118,33 @@ def _no_calibration(where: str) -> PipelineError:
         "the low-rank form needs calibration", where=where,
         remedy="give calibration=<text file, list of strings or token tensor>",
     )  # fmt: skip
+
+
+def _check_spanned(place: Place, method: str, rank: int, moments: Any, where: str) -> None:
+    """Raise unless a layer's inputs, as the method sees them, span as many directions as its latent has features."""
+    attended, centred = False, False
+    if method != PER_HEAD:
+        seen = method_of(place, method)
+        attended, centred = seen.attended and moments.attended is not None, seen.centred
+    second, mean = (moments.attended, moments.attended_mean) if attended else (moments.covariance, moments.mean)
+    if not bool(second.isfinite().all()):
+        raise PipelineError(
+            "the layer's inputs on the calibration data are not finite", where=where,
+            remedy="give a model whose outputs are finite, or calibrate it in a wider dtype",
+        )  # fmt: skip
+    more = "give more text, of the kind that the model will see (some thousand tokens), or a smaller rank"
+    if moments.tokens < rank:
+        raise PipelineError(
+            f"the calibration data are {moments.tokens} tokens, too few for a latent of {rank} features", where=where,
+            remedy=more,
+        )  # fmt: skip
+    spanned = lowrank.directions(second, mean if centred else None)
+    if spanned < rank:
+        beside = " beside their mean" if centred else ""
+        raise PipelineError(
+            f"the layer's inputs on {moments.tokens} tokens of calibration data span {spanned} directions{beside}, too "
+            f"few for a latent of {rank} features", where=where, remedy=more,
+        )  # fmt: skip
 
 
 def _rope_dim(options: MhaToMla, place: Place, method: str) -> int:

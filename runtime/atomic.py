@@ -44,18 +44,44 @@ def replaced_directory(target: Path, keep: Callable[[str], bool]) -> Iterator[Pa
             f"cannot be written: {error}", where=str(target), remedy="choose another place"
         ) from error
     try:
-        yield aside
-        try:
+        with file_errors(target, "free some space, or choose another place"):
+            yield aside
+            _usual_modes(aside)
             if target.is_dir():
                 _take_along(target, aside, keep)
             _to_disk(aside)
             _move(aside, target)
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot be written: {error}", where=str(target), remedy="choose another place"
-            ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # after an exchange: the old one
+
+
+@contextlib.contextmanager
+def file_errors(target: Path, remedy: str) -> Iterator[None]:
+    """Let what the file system refuses, to Python or to safetensors (which has a type of its own), be our error.
+
+    Raises:
+        CheckpointError: such a refusal; every other error passes.
+    """
+    try:
+        yield
+    except Exception as error:
+        # safetensors tells of a full disk as "I/O error: ... (os error 28)", torch.save by its writer's name
+        told = type(error).__name__ == "SafetensorError" or "PytorchStreamWriter" in str(error)
+        if not told and not isinstance(error, OSError):
+            raise
+        what = " ".join(str(error).split())
+        raise CheckpointError(f"cannot be written: {what}", where=str(target), remedy=remedy) from error
+
+
+def _usual_modes(folder: Path) -> None:
+    """Give files the mode that new files have here (umask, ACLs); some libraries write theirs for the owner alone."""
+    probe = folder / f".{_TAG}"
+    probe.touch(exist_ok=False)
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
 
 
 def _beside(target: Path) -> Path:

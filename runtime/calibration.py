@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import CheckpointError, PipelineError
+from latentscan.runtime.atomic import file_errors
 
 _FORMAT = 1
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _TENSORS = ("covariance", "mean", "attended", "attended_mean", "distances")
 
 
@@ -26,7 +28,7 @@ class Calibration:
     """Calibration data and how to go through it; ``wrap`` takes it in place of the data alone.
 
     Attributes:
-        data: a token tensor [N, L], a list of strings, or the path of a text file.
+        data: a token tensor [N, L] (or [L], one row), a list of strings, or the path of a text file.
         state: a file for what was counted so far: calibration that was interrupted is continued from it if model and
             tokens are the same, else it begins anew. It is left when all is done. None: nothing is written.
         every: seconds between two writes of it.
@@ -215,13 +217,10 @@ def _write(path: str | os.PathLike[str], mark: str, done: int, moments: Mapping[
     target = Path(path)
     aside = target.with_name(f".{target.name}.{socket.gethostname()}-{os.getpid()}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, str(aside), metadata=told)
-        os.replace(aside, target)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot be written: {error}", where=str(target), remedy="give another state file"
-        ) from error
+        with file_errors(target, "free some space, or give another place"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, str(aside), metadata=told)
+            os.replace(aside, target)
     finally:
         with contextlib.suppress(OSError):
             aside.unlink()
@@ -283,17 +282,12 @@ def _rows(model: torch.nn.Module, data: Any, length: int) -> torch.Tensor:
             remedy="give calibration=<text file, list of strings or token tensor>",
         )
     if isinstance(data, torch.Tensor):
-        tokens = data if data.dim() == 2 else data.reshape(1, -1)
-        if tokens.numel() == 0:
-            raise PipelineError(
-                f"the calibration tensor of shape {list(data.shape)} holds no tokens",
-                remedy="give integer token ids of shape [N, L]",
-            )
-        if tokens.is_floating_point():
-            raise PipelineError(
-                f"calibration is a {tokens.dtype} tensor of shape {list(data.shape)}",
-                remedy="give integer token ids of shape [N, L]",
-            )
+        remedy = "give integer token ids of shape [N, L]"
+        if data.numel() == 0:
+            raise PipelineError(f"the calibration tensor of shape {list(data.shape)} holds no tokens", remedy=remedy)
+        if data.dtype not in _INTEGERS or data.dim() not in (1, 2):
+            raise PipelineError(f"calibration is a {data.dtype} tensor of shape {list(data.shape)}", remedy=remedy)
+        tokens = data if data.dim() == 2 else data[None]
         top, low = int(tokens.max()), int(tokens.min())
         embedding: Callable[[], Any] = model.get_input_embeddings  # type: ignore[assignment]
         size = embedding().weight.shape[0]
@@ -321,6 +315,11 @@ def _rows(model: torch.nn.Module, data: Any, length: int) -> torch.Tensor:
     if not text.strip():
         raise PipelineError("calibration text is empty", remedy="give some text of the kind that the model will see")
     ids = torch.tensor(_tokenizer(model)(text)["input_ids"], dtype=torch.long)
+    if not ids.numel():
+        raise PipelineError(
+            f"the tokenizer makes no tokens of the calibration text ({len(text)} characters)",
+            remedy="repair the model's tokenizer, or give calibration as a token tensor",
+        )
     return ids[None] if ids.numel() < length else ids[: ids.numel() // length * length].reshape(-1, length)
 
 

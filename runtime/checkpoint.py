@@ -102,18 +102,13 @@ def _write(session: Session, directory: Any, extra: Callable[[Path], None] | Non
         return _OURS.fullmatch(name) is None and (name in kept or name not in earlier)
 
     with replaced_directory(target, keep) as aside:
-        try:
-            with quiet():
-                theirs(model, str(aside), *args, **kwargs)
-            if extra is not None:
-                extra(aside)
-            written = {*files_in(aside), *(name for name in kept if keep(name)), MARKER}
-            text = json.dumps(_description(session) | {"files": sorted(written)}, indent=2, sort_keys=True)
-            (aside / MARKER).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot be written: {error}", where=str(target), remedy="choose another place"
-            ) from error
+        with quiet():
+            theirs(model, str(aside), *args, **kwargs)
+        if extra is not None:
+            extra(aside)
+        written = {*files_in(aside), *(name for name in kept if keep(name)), MARKER}
+        text = json.dumps(_description(session) | {"files": sorted(written)}, indent=2, sort_keys=True)
+        (aside / MARKER).write_text(text + "\n", encoding="utf-8")
 
 
 def check_target(directory: Any) -> Path:

@@ -27,7 +27,7 @@ from latentscan.ir.mla import attentions
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import parse, run
 from latentscan.runtime.door import session_of
-from latentscan.runtime.export_parts import INDIRECT, Parts, parts_of
+from latentscan.runtime.export_parts import DIRECT, INDIRECT, Parts, parts_of
 from latentscan.runtime.source import quiet
 from latentscan.runtime.wrap import planning_graph
 
@@ -70,14 +70,20 @@ def export(model: nn.Module) -> Exported:
     config: Any = model.config
     _check_config(config)
     graph = _converted_graph(model)
-    parts = [parts_of(model, graph, node) for node in attentions(graph)]
+    try:
+        parts = [parts_of(model, graph, node) for node in attentions(graph)]
+    except RefusedError as refusal:
+        low_rank = any("rank" in r.keep and r.inverse is None for r in session.plan.recipes)
+        if low_rank and refusal.remedy == INDIRECT:
+            raise RefusedError(refusal.what, where=refusal.where, remedy=DIRECT) from None
+        raise
     layers = int(config.num_hidden_layers)
     by_module = {p.module: p for p in parts}
     wanted = [f"model.layers.{i}.self_attn" for i in range(layers)]
     if sorted(by_module) != sorted(wanted):
         raise RefusedError(
             f"its attentions are {', '.join(sorted(by_module)[:2])}, ..., DeepSeek-V3's {wanted[0]}, ...",
-            where=type(model).__name__, remedy=INDIRECT,
+            where=type(model).__name__, remedy=DIRECT,
         )  # fmt: skip
     parts = [by_module[name] for name in wanted]
     slots = pair_slots(parts)
@@ -113,7 +119,7 @@ def _check_config(config: Any) -> None:
         told = f"rope_type {kind!r}" if isinstance(kind, str) else "rotations that differ between layers"
         raise RefusedError(
             f"{told}: the exported configuration holds one fixed table of angles", where=config.model_type,
-            remedy=f"it works for rope_type {', '.join(_FIXED_TABLES)}; {INDIRECT.split(', or ')[1]}",
+            remedy=f"it works for rope_type {', '.join(_FIXED_TABLES)}; {DIRECT}",
         )  # fmt: skip
     for name in ("rms_norm_eps", "hidden_act", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
         if getattr(config, name, None) is None:
@@ -184,7 +190,7 @@ def _skeleton(config: Any, parts: Sequence[Parts], slots: Sequence[tuple[float, 
     heads = {p.query.shape[0] for p in parts}
     d_v = {p.value_up.shape[1] for p in parts}
     if len(heads) > 1 or len(d_v) > 1:
-        raise RefusedError("its layers differ in heads or value width", where=config.model_type, remedy=INDIRECT)
+        raise RefusedError("its layers differ in heads or value width", where=config.model_type, remedy=DIRECT)
     longest = int(getattr(config, "max_position_embeddings", 4096))
     kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",
             "rms_norm_eps", "initializer_range", "tie_word_embeddings", "attention_dropout", "bos_token_id",

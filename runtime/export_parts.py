@@ -23,7 +23,8 @@ from latentscan.passes.mha_to_mla import find
 from latentscan.runtime.own import get
 
 ROPE = ROPE_INFO.op
-INDIRECT = "give mha-to-mla a rank, or load the model with latentscan.load, which reads every form"
+DIRECT = "load the model with latentscan.load, which reads every form"  # no conversion would fit
+INDIRECT = f"give mha-to-mla a rank, or {DIRECT}"  # the low-rank form would
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def parts_of(model: nn.Module, graph: Graph, node: fx.Node) -> Parts:
     try:
         return _parts(model, graph, node, module)
     except LayoutError as error:
-        raise RefusedError(f"its layout is not understood: {error}", where=module, remedy=INDIRECT) from None
+        raise RefusedError(f"its layout is not understood: {error}", where=module, remedy=DIRECT) from None
 
 
 def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
@@ -76,7 +77,7 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
         if value is not None and value != 0:
             told = "" if isinstance(value, fx.Node) else f" ({value})"
             raise RefusedError(
-                f"its attention has {name}{told}, which DeepSeek-V3's lacks", where=module, remedy=INDIRECT
+                f"its attention has {name}{told}, which DeepSeek-V3's lacks", where=module, remedy=DIRECT
             )
     found = find(graph, node)
     query, key, value_part = (operand(graph, n) for n in (found.query, found.key, found.value))
@@ -88,7 +89,7 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
         raise RefusedError(
             "its keys have no rotated part (positions come from elsewhere), and DeepSeek-V3's always have one",
             where=module,
-            remedy=INDIRECT,
+            remedy=DIRECT,
         )
     if key.columns and (key.linear is None or query.linear is None):
         raise RefusedError("its keys or queries are not linear in the layer's input", where=module, remedy=INDIRECT)
@@ -116,7 +117,7 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
         if bool(bias.any()):
             raise RefusedError(
                 f"{graph.weight(linear.bias).path} is a bias of queries, and DeepSeek-V3's have none",  # type: ignore
-                where=module, remedy=INDIRECT,
+                where=module, remedy=DIRECT,
             )  # fmt: skip
         return matrix
 
@@ -127,7 +128,7 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
     if key.features.source.shape[0] != kv_heads or heads % kv_heads:
         raise RefusedError(
             f"{heads} query, {key.features.source.shape[0]} key and {kv_heads} value heads do not match", where=module,
-            remedy=INDIRECT,
+            remedy=DIRECT,
         )  # fmt: skip
     group_of_head = torch.arange(heads) // (heads // kv_heads)
     plain = None
@@ -150,7 +151,7 @@ def _parts(model: nn.Module, graph: Graph, node: fx.Node, module: str) -> Parts:
         merged_q[torch.arange(heads), group_of_head] = rotated_q
     frequencies = _frequencies(model, graph, key_table, pairs, module)
     if not torch.equal(frequencies, _frequencies(model, graph, query_table, pairs, module)):
-        raise RefusedError("queries and keys are rotated by different angles", where=module, remedy=INDIRECT)
+        raise RefusedError("queries and keys are rotated by different angles", where=module, remedy=DIRECT)
     return Parts(
         module,
         float(argument(node, "scale") or len(key.columns + key.other) ** -0.5),  # type: ignore[arg-type]
@@ -178,12 +179,12 @@ def _rotated(graph: Graph, part: Operand, module: str) -> tuple[Operand, fx.Node
         name = getattr(node.target, "__name__", str(node.target))
         raise RefusedError(
             f"part of its keys or queries comes from {name}, neither linear nor rotated (a norm?)", where=module,
-            remedy=INDIRECT,
+            remedy=DIRECT,
         )  # fmt: skip
     before = operand(graph, node.args[0])  # type: ignore[arg-type]
     if before.linear is None or before.other:
         raise RefusedError(
-            "its rotated keys or queries are not linear in the layer's input (a norm?)", where=module, remedy=INDIRECT
+            "its rotated keys or queries are not linear in the layer's input (a norm?)", where=module, remedy=DIRECT
         )
     width = before.rows.shape[1]
     taken = part.features.feature[:, part.other]  # of the rotation's output, [heads, features]
@@ -197,7 +198,7 @@ def _layout(graph: Graph, key: Operand, module: str) -> str:
     node = key.features.sources[int(key.features.source[0, key.other[0]])]
     layout = str(node.kwargs["layout"])
     if layout not in ("half", "interleaved"):
-        raise RefusedError(f"rotation layout {layout!r} is not served", where=module, remedy=INDIRECT)
+        raise RefusedError(f"rotation layout {layout!r} is not served", where=module, remedy=DIRECT)
     return layout
 
 
@@ -262,7 +263,7 @@ def _frequencies(model: nn.Module, graph: Graph, table: fx.Node, pairs: int, mod
                 both = both[taken]
             return both[:pairs].clone()
         stack.extend(current.all_input_nodes)
-    raise RefusedError("the angles of its rotation are not found", where=module, remedy=INDIRECT)
+    raise RefusedError("the angles of its rotation are not found", where=module, remedy=DIRECT)
 
 
-__all__ = ["INDIRECT", "Parts", "parts_of"]
+__all__ = ["DIRECT", "INDIRECT", "Parts", "parts_of"]

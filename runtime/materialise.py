@@ -121,8 +121,7 @@ class _Filling:
                 p if s in self.makers else self.stored.read(self.stored_name(s, p), p, self.device)
                 for s, p in zip(recipe.sources, like, strict=True)
             ]
-            with torch.no_grad():
-                values = recipe.function(*given)
+            values = recipe.make(*given)
         trains = any(
             p.requires_grad or (s in self.new and p.is_floating_point())
             for s, p in zip(recipe.sources, like, strict=True)

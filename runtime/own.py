@@ -68,8 +68,7 @@ def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:
     try:
         for recipe in recipes:
             sources = [get(model, path) for path in recipe.sources]
-            with torch.no_grad():
-                values = recipe.function(*sources)
+            values = recipe.make(*sources)
             trains = any(s.requires_grad for s in sources)
             for path, value in zip(recipe.targets, values, strict=True):
                 module, name = place(model, path)

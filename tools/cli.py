@@ -227,9 +227,10 @@ def _show_written(told: dict[str, Any], as_json: bool) -> None:
     text = f"{told['out']}: {told['files']} files, {told['bytes']:,} bytes"
     if "elements" in told:
         (before, after), (small, large) = told["elements"], told["weight_bytes"]
+        original = f" (the original: {told['weights']['before']:,})" if "weights" in told else ""
         text += (
             f"\nfor plain transformers too: {before} -> {after} cached elements per token and layer, "
-            f"{small:,} -> {large:,} bytes of weights, logits within {told['error']:.1e}"
+            f"{small:,} -> {large:,} bytes of weights{original}, logits within {told['error']:.1e}"
         )
     stdout().print(text, highlight=False)
 

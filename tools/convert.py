@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from latentscan.ir.errors import CheckpointError, PipelineError
+from latentscan.ir.errors import CheckpointError, PipelineError, RefusedError
 from latentscan.ir.weights import bytes_of
 from latentscan.runtime.calibration import Calibration
 from latentscan.runtime.checkpoint import check_target, load, write
@@ -20,7 +20,7 @@ from latentscan.runtime.session import Session
 from latentscan.runtime.source import MARKER, Source, one_line, quiet, resolve
 from latentscan.runtime.wrap import wrap
 from latentscan.tools.plan import weight_bytes
-from latentscan.tools.plan_text import weights_text
+from latentscan.tools.plan_text import bytes_text, weights_text
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
@@ -65,6 +65,8 @@ def convert(
     if export_as is not None:
         _check_form(export_as)
     source = resolve(model)
+    if source.folder is not None and Path(source.folder).is_dir():
+        _check_apart(target, Path(source.folder))
     step(f"loading {source.text}")
     loaded = source.load()
     data: Any = None
@@ -73,7 +75,11 @@ def convert(
         data = Calibration(_calibration(source, loaded, calibration), state=_state(target))
     step("rewriting")
     before = sum(bytes_of(t) for t in (*loaded.parameters(), *loaded.buffers()))
-    wrap(loaded, pipeline, calibration=data)
+    try:
+        wrap(loaded, pipeline, calibration=data)
+    except (PipelineError, RefusedError):  # no interruption: there is nothing to go on from
+        _state(target).unlink(missing_ok=True)
+        raise
     session = session_of(loaded)
     assert session is not None
     made = {t: bytes_of(get(loaded, t)) for r in session.plan.recipes for t in r.targets}
@@ -83,7 +89,9 @@ def convert(
         tell(weights_text(weights, by_pass))
     session.source = source.lasting
     if export_as is not None:
-        told = _write_export(loaded, target, out, lambda folder: _add_tokenizer(source, folder), shard, step, tell)
+        told = _write_export(
+            loaded, target, out, lambda folder: _add_tokenizer(source, folder), shard, step, tell, original=before
+        )
     else:
         step(f"writing {target}")
         write(session, target, lambda folder: _add_tokenizer(source, folder), max_shard_size=shard)
@@ -104,6 +112,7 @@ def export_directory(
     """Export what ``convert`` or ``heal`` wrote. Arguments, results and errors as :func:`convert`'s."""
     target = _check_out(out)
     _check_form(form)
+    _check_apart(target, directory)
     step(f"loading {directory}")
     loaded = load(directory)
 
@@ -113,6 +122,16 @@ def export_directory(
                 shutil.copyfile(directory / name, folder / name)
 
     return _write_export(loaded, target, out, add_tokenizer, shard, step, tell)
+
+
+def _check_apart(target: Path, source: Path) -> None:
+    """Raise if what is written would replace what it is made from, or lie among its files."""
+    new, old = target.resolve(), source.resolve()
+    if new == old or new in old.parents or old in new.parents:
+        how = "is" if new == old else "holds" if new in old.parents else "lies in"
+        raise CheckpointError(
+            f"{how} the directory that is read, {source}", where=str(target), remedy="give a directory beside it"
+        )
 
 
 def _check_form(form: str) -> None:
@@ -128,11 +147,13 @@ def _write_export(
     shard: str,
     step: Callable[[str], None],
     tell: Callable[[str], None],
+    original: int | None = None,
 ) -> dict[str, Any]:
     step("exporting")
     made = export(model)
     before, after = made.weight_bytes
-    tell(weights_text({"before": before, "after": after}, {f"export to {FORMS[0]}": (after, before)}))
+    text = weights_text({"before": before, "after": after}, {f"export to {FORMS[0]}": (after, before)})
+    tell(text if original is None else f"{text}; the original has {bytes_text(original)}")
     wrap(made.model, made.pipeline)
     session = session_of(made.model)
     assert session is not None

@@ -65,6 +65,7 @@ def heal(
             remedy="give another --out",
         )  # fmt: skip
     check_target(out)
+    _check_device(device)
     original = teacher or told.get("source")
     if not original:
         raise CheckpointError(
@@ -112,6 +113,18 @@ def heal(
             student.eval()
             write(session, out, _extra(directory, healer, numbers, done))
     return _result(out, numbers, begun)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        float(torch.zeros((), device=name))
+    except Exception as error:  # noqa: BLE001  torch raises many types for a device that is not there
+        raise PipelineError(
+            f"device={name!r} cannot be used here: {one_line(error)}", where="heal",
+            remedy="give a device that this torch was built for and that is there, such as --device cpu",
+        ) from None  # fmt: skip
 
 
 def _result(out: Path, numbers: dict[str, Any], begun: int) -> dict[str, Any]:

@@ -160,6 +160,23 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_a_remedy(family):
     with pytest.raises(RefusedError, match=reason) as caught:
         export(model)
     assert caught.value.remedy and "\n" not in str(caught.value)
+    if "rank=" in pipeline:
+        assert "rank" not in caught.value.remedy and "latentscan.load" in caught.value.remedy  # it has one
+
+
+@pytest.mark.parametrize(("pipeline", "advised"), [("mha-to-mla", True), (LOW_RANK, False)])
+def test_a_rank_is_advised_to_a_model_without_one_only(pipeline, advised, monkeypatch):
+    """Whatever the reason is, one that another conversion might remove."""
+
+    def refuse(*_: Any) -> None:
+        raise RefusedError("a reason", where="a module", remedy=module.INDIRECT)
+
+    made = converted(pipeline, num_hidden_layers=1)
+    monkeypatch.setattr(module, "parts_of", refuse)
+    with pytest.raises(RefusedError, match="a module: a reason") as caught:
+        export(made)
+    assert ("give mha-to-mla a rank" in caught.value.remedy) == advised
+    assert "latentscan.load" in caught.value.remedy
 
 
 def test_rotations_that_change_with_length_are_refused():
@@ -332,12 +349,16 @@ def test_rotated_heads_are_read_from_the_graph_and_not_from_the_passs_name(model
 @pytest.mark.slow
 def test_the_command_exports_what_it_converts_and_what_it_converted(tmp_path, capsys):
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox " * 200)
+    text.write_text("".join(map(chr, range(32, 127))) * 40)  # bytes are tokens: more kinds than the rank
     words = ["tiny:llama{num_hidden_layers=1}", "-p", LOW_RANK, "--calibration", str(text)]
     assert main(["convert", *words, str(tmp_path / "a"), "--export", "deepseek-v3", "--json"]) == OK
     told = json.loads(capsys.readouterr().out)
     assert told["elements"] == [32, 33] and told["error"] <= told["tolerance"] and told["reads_as_plain_model"]
     assert told["weight_bytes"][1] > told["weight_bytes"][0]
+    original = told["weights"]["before"]
+    assert main(["convert", *words, str(tmp_path / "a"), "--export", "deepseek-v3"]) == OK
+    out = capsys.readouterr().out
+    assert "the original has " in out and f"(the original: {original:,})" in out
     assert main(["convert", *words, str(tmp_path / "b")]) == OK
     assert main(["export", str(tmp_path / "b"), str(tmp_path / "c")]) == OK
     out = capsys.readouterr().out

@@ -228,7 +228,7 @@ def test_convert_makes_a_model_that_loads(command, tmp_path):
     from latentscan.runtime.checkpoint import load
 
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox " * 200)
+    text.write_text("".join(map(chr, range(32, 127))) * 40)  # bytes are tokens: more kinds than the rank
     out = tmp_path / "new"
     arguments = (
         "convert",
@@ -257,7 +257,7 @@ def test_convert_tells_of_growing_weights_before_it_writes(command, tmp_path, mo
     import latentscan.tools.convert as module
 
     text, out = tmp_path / "text.txt", tmp_path / "new"
-    text.write_text("the quick brown fox " * 200)
+    text.write_text("".join(map(chr, range(32, 127))) * 40)  # bytes are tokens: more kinds than the rank
 
     def stop(*_: object, **__: object) -> None:
         raise CheckpointError("the disk is full", where=str(out))
