@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -144,6 +145,10 @@ class Pass:
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
         """Sites and refusals in ``graph``, in its order. Read-only."""
         raise NotImplementedError
+
+    def allows_nothing(self, refusals: Sequence[Refusal]) -> bool:
+        """Whether finding no site, for these reasons, is no error."""
+        return self.may_be_empty
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
         """Rewrite one site. New weights go through ``graph.add_weights``."""

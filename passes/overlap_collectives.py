@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,7 +29,6 @@ class OverlapCollectives(Pass):
         "tensor-parallel", "sequence-parallel", "fuse-mamba", "mla-swap-core-attn-out", "mla-zero-memory",
         "mamba-context-parallel", "ulysses",
     )  # fmt: skip
-    may_be_empty: ClassVar[bool] = True
     summary: ClassVar[str] = "collectives start early and are waited for late, in forward and backward"
     math: ClassVar[str] = (
         "List scheduling of the forward and the backward graph that AOTAutograd makes: what leads to the next start "
@@ -67,6 +67,10 @@ class OverlapCollectives(Pass):
         note = f"{forward} collectives forward, {len(found) - forward} backward"
         anchor = next(n.name for n in graph.nodes if n.op == "output")
         return [Site("", "scheduled", anchor, {}, note)]
+
+    def allows_nothing(self, refusals: Sequence[Refusal]) -> bool:
+        """A graph that fills a cache, as the one that plans are made on does, has nothing to schedule."""
+        return bool(refusals) and all(r.rule in ("writes-cache", "swaps") for r in refusals)
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
         graph.overlap = self.growth

@@ -217,7 +217,7 @@ def run(
         check_facts(current, record, context, graph)
         if not record.sites:
             idle = one_phase and current.phases == "cached" and not is_cached(graph) and not record.refusals
-            if strict and not current.may_be_empty and not idle:
+            if strict and not current.allows_nothing(record.refusals) and not idle:
                 raise RefusedError(no_site_text(current, record), where=current.name, remedy=first_remedy(record))
             if hooks.after:
                 hooks.after(index, current, graph, record)

@@ -72,16 +72,18 @@ def axis_names(given: Any) -> tuple[str, ...]:
 
 
 def device_for(given: Any, model: torch.nn.Module) -> torch.device:
-    """Where a model is, or for one on the meta device where it is to be: the mesh's device, or what NCCL talks to."""
+    """Where a model is, or for one on the meta device where it is to be: the mesh's device, or the one that the
+    process group's backend serves, where it serves no CPU."""
     device = next(model.parameters()).device
     if device.type != "meta":
         return device
     kind = getattr(given, "device_type", None)
-    if kind is None and given is not None and "nccl" in str(torch.distributed.get_backend()):
-        kind = "cuda"
-    if kind == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(kind) if kind is not None else torch.get_default_device()
+    if kind is None and given is not None:
+        served = {d.type for d in torch.distributed.group.WORLD._device_types}  # type: ignore[union-attr]
+        kind = None if "cpu" in served else min(served, default=None)
+    if kind is None:
+        return torch.get_default_device()
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def seen_from_here(given: Any) -> Mesh:

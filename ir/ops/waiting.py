@@ -78,9 +78,9 @@ def wait(x: Tensor, group: str, what: str, sent: Tensor | None = None) -> Tensor
 
 
 def is_transport(error: BaseException) -> bool:
-    """Whether an error is one of gloo or NCCL: a time-out, or a connection that broke."""
+    """Whether an error is one of a process group's backend: a time-out, or a connection that broke."""
     text = f"{type(error).__name__} {error}"
-    return any(word in text for word in ("gloo", "NCCL", "DistBackendError", "Connection closed", "Timed out waiting"))
+    return any(word in text for word in ("gloo", "CCL", "DistBackendError", "Connection closed", "Timed out waiting"))
 
 
 def lost(group: str, what: str, error: BaseException) -> MeshError:

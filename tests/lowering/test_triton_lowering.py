@@ -109,7 +109,7 @@ def test_the_target_serves_every_op_that_has_a_kernel():
     names = {
         n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if "latentscan_triton::" in n
     }
-    ours = {n for n in names if not n.endswith(("_backward", "_"))}
+    ours = {n for n in names if not n.endswith(("_backward", "_"))} - {"output_state"}  # of a backward: scan_leave's
     assert {"causal_conv1d", "gated_rms_norm", "mamba_mixer", "selective_scan", "state_update", "conv_update"} < ours
     assert ours <= set(triton.KERNELS)
     assert set(reference.KERNELS) <= set(triton.KERNELS)

@@ -176,6 +176,14 @@ def test_attention_needs_ulysses_and_gets_it():
     assert names.count("sum_partial") == 1  # once, by the last of the two passes
 
 
+def test_ulysses_leaves_partial_gradients_if_asked():
+    graph = step("llama")
+    summed = planned(graph.copy(), "ulysses", parse_mesh("cp=2")).graph.calls(copy_to)
+    partial = planned(graph, "ulysses{gradients=partial}", parse_mesh("cp=2"))
+    assert len(summed) == sum(w.value.requires_grad for w in graph.weights.values())
+    assert not partial.graph.calls(copy_to)
+
+
 @pytest.mark.parametrize(
     ("family", "pipeline", "mesh", "rule"),
     [
