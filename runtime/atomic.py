@@ -81,7 +81,8 @@ def _usual_modes(folder: Path) -> None:
     probe.unlink()
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            path.chmod(mode)
+            runs = path.stat().st_mode & 0o100  # a script stays one, for whoever may read it
+            path.chmod(mode | (mode & 0o444) >> 2 if runs else mode)
 
 
 def _beside(target: Path) -> Path:

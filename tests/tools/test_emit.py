@@ -66,7 +66,7 @@ def test_nothing_is_left_of_an_emission_that_fails(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr(emitting, "_readme", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match="disk full"):
         emit(resolve("tiny:mamba2"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
