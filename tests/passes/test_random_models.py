@@ -307,7 +307,7 @@ def check_model(drawn: Drawn) -> list[str]:
     eager = shaken(drawn)
     model = copy.deepcopy(eager)
     exact = f"mha-to-mla{drawn.low_rank or '{full_rope=auto}'},latent-cache"
-    text = tokens(2, 16, drawn.seed + 1) if drawn.low_rank else None
+    text = tokens(4, 64, drawn.seed + 1) if drawn.low_rank else None  # spans any of these latents
     for pipeline in [f"{exact},mla-absorb{{when=always}}"] * drawn.absorb + [exact]:
         try:
             wrap(model, pipeline, calibration=text)
