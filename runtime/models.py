@@ -54,13 +54,15 @@ def make_tables(model: torch.nn.Module) -> None:
         module.long_inv_freq = made
 
 
-def drop_input_hook(model: torch.nn.Module) -> None:
+def drop_input_hook(model: torch.nn.Module) -> bool:
     """Take off the hook that the library's gradient checkpointing puts on the embedding so that its output requires
-    gradients: only reentrant checkpointing needs it, ours is not, and where the embedding's weight was replaced Dynamo
-    cannot trace it."""
-    if getattr(model, "_require_grads_hook", None) is not None:
-        model.disable_input_require_grads()  # type: ignore[operator]
-        model._require_grads_hook = None  # type: ignore[assignment]
+    gradients: only reentrant checkpointing needs it, ours is not, and Dynamo cannot trace it where the embedding's
+    weight was replaced, nor at all before torch 2.13. Returns whether there was one."""
+    if getattr(model, "_require_grads_hook", None) is None:
+        return False
+    model.disable_input_require_grads()  # type: ignore[operator]
+    model._require_grads_hook = None  # type: ignore[assignment]
+    return True
 
 
 FSDP_FLAG = "_is_fsdp_managed_module"

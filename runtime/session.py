@@ -171,7 +171,7 @@ class Session:
             first = get(self.model, self.plan.released[0])
             if any(first.stride()):
                 shrink_tombstones(self.model)
-            drop_input_hook(self.model)
+        drop_input_hook(self.model)
         if getattr(self.model, FSDP_FLAG, False):
             prepare_sharded(self.model)
         if self.mesh is not None:

@@ -21,7 +21,7 @@ from latentscan.runtime.door import check_free, install, remove, session_of
 from latentscan.runtime.inspection import inspection
 from latentscan.runtime.materialise import is_empty, materialise
 from latentscan.runtime.mesh import PARALLEL, SEQUENCE, axis_names, bind_mesh, check_alike, device_for, set_timeout
-from latentscan.runtime.models import check_model, make_tables
+from latentscan.runtime.models import check_model, drop_input_hook, make_tables
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import make_parameters, refuse_tied, release, restore
 from latentscan.runtime.plan import ModelPlan
@@ -164,10 +164,13 @@ def planning_graph(model: torch.nn.Module, *, batch: int = 2, length: int = 6, c
     if cached:
         with contextlib.suppress(LatentscanError):
             inputs |= {cache_argument(model): GraphCache.for_model(model), "use_cache": True}
+    hooked = drop_input_hook(model)
     try:
         model.eval()
         return capture(model, inputs=inputs)
     finally:
+        if hooked:
+            model.enable_input_require_grads()  # type: ignore[operator]
         for module, training in modes.items():
             module.training = training
 

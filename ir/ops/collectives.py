@@ -22,6 +22,12 @@ from latentscan.ir.ops.waiting import wait
 _OPS = torch.ops._c10d_functional
 
 
+def indices_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Numbers as an index there, int64. Built there directly, a device would first do all that it has to do, in every
+    call, and its queue would be empty."""
+    return torch.tensor(list(numbers), dtype=torch.long).to(device, non_blocking=True)
+
+
 def sum_over(x: Tensor, group: str) -> Tensor:
     """The sum over a group's ranks, without gradients."""
     return wait(_OPS.all_reduce(x.contiguous(), "sum", group), group, "all_reduce")
@@ -97,7 +103,7 @@ class _ShareRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         dim, total, own, group = ctx.where
-        index = torch.tensor(own, device=grad.device)
+        index = indices_on(grad.device, own)
         shape = list(grad.shape)
         shape[dim] = total
         full = grad.new_zeros(shape).index_copy(dim, index, grad)
@@ -160,7 +166,7 @@ def split_gated_norm(
     value = x.to(wide)
     if z is not None and not norm_before_gate:
         value = value * torch.nn.functional.silu(z.to(wide))
-    of = torch.tensor(list(groups), device=x.device)
+    of = indices_on(x.device, groups)
     member = (of[:, None] == torch.arange(count, device=x.device)).to(wide)  # [local channels, groups]
     sums = _Wait.apply(_SumStart.apply(value.square() @ member, group), group)
     value = value * (torch.rsqrt(sums / group_size + eps) @ member.t()) * weight.to(wide)

@@ -199,10 +199,16 @@ def must_be_zero(count: int) -> int:
 
 
 def take_rows(weight: Tensor, rows: list[int]) -> Tensor:
-    """Some rows of a weight; those that lie side by side as a view."""
-    if rows == list(range(rows[0], rows[0] + len(rows))):
-        return weight.narrow(0, rows[0], len(rows))
-    return weight.index_select(0, torch.tensor(rows, device=weight.device))
+    """Some rows of a weight; those that lie side by side as a view. No index is sent to a device for it: a copy of a
+    list waits for all that the device has to do."""
+    runs: list[list[int]] = []  # first row, count
+    for row in rows:
+        if runs and row == sum(runs[-1]):
+            runs[-1][1] += 1
+        else:
+            runs.append([row, 1])
+    parts = [weight.narrow(0, *run) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def gather_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:

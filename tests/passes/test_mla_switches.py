@@ -129,7 +129,7 @@ def test_training_with_a_cache_gives_the_gradients_of_eager(kind):
         m(**inputs, use_cache=True, **{key: make[how](m)}).loss.backward()
     assert worst_gradient(model, eager) < 5e-6
     rules = {r.rule for record in session_of(model).graphs[-1].records for r in record.refusals}
-    refused = {"graph": "cache-in-block", "static": "no-common-input"}.get(kind)
+    refused = {"graph": "cache-in-block", "static": "input-is-written"}.get(kind)
     assert (refused in rules) == (refused is not None), rules  # recomputed, or refused by name
 
 

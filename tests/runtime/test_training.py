@@ -139,6 +139,24 @@ def test_the_measure_of_kept_bytes_notices_lost_regions(monkeypatch):
     assert saved_bytes(model) > saved_bytes(plain.train()) * 0.9
 
 
+def test_the_hook_of_the_librarys_checkpointing_is_never_traced(monkeypatch):
+    """Dynamo refuses its requires_grad_() before torch 2.13. Planning puts it back, a call does not need it."""
+    from latentscan.runtime import wrap as wrapping
+
+    model = build("llama").train()
+    model.gradient_checkpointing_enable()
+    hooks, seen = model.get_input_embeddings()._forward_hooks, []
+    capture = wrapping.capture
+    monkeypatch.setattr(wrapping, "capture", lambda *a, **k: seen.append(len(hooks)) or capture(*a, **k))
+    assert len(hooks) == 1
+    wrapping.planning_graph(model)
+    assert seen == [0] and len(hooks) == 1
+    wrap(model)
+    model(tokens(), labels=tokens()).loss.backward()
+    assert not hooks
+    assert model.get_input_embeddings().weight.grad is not None
+
+
 def test_regions_are_outlined_once_each(monkeypatch):
     counts = []
     original = checkpoint.outline_checkpoints
