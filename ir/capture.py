@@ -84,8 +84,23 @@ def trace_settings(**more: Any) -> Iterator[None]:
     methods = [v for k, v in vars(logger).items() if callable(v) and re.match(r"(debug|info|warning|error)(_|$)", k)]
     # optimize_ddp would hand the graph over in pieces.
     settings = {name: set(getattr(config, name)).union(methods), "specialize_float": True, "optimize_ddp": False} | more
-    with config.patch(**settings), symbolic.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+    with config.patch(**settings), symbolic.patch(use_duck_shape=False), _no_word_of_metrics():  # type: ignore[attr-defined]
         yield
+
+
+@contextlib.contextmanager
+def _no_word_of_metrics() -> Iterator[None]:
+    """Before torch 2.13, Dynamo's metrics sort the set of functions above and log the failure with a traceback."""
+    logger = logging.getLogger("torch._dynamo.metrics_context")
+    logger.addFilter(_said_of_metrics)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_said_of_metrics)
+
+
+def _said_of_metrics(record: logging.LogRecord) -> bool:
+    return "logging compilation metrics" not in record.getMessage()
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

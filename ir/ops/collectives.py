@@ -5,7 +5,8 @@ Each is a module-level function that calls an ``autograd.Function``, whose forwa
 that namespace, and starts and waits stay apart. (The library's own gradients are those of a partial loss; here the
 loss is the same on all ranks.)
 
-``group`` is the name of a process group of torch.distributed; empty where nothing is sent (planning, one rank).
+``group`` is the name of a process group of torch.distributed; empty where nothing is sent (planning, one rank, or a
+measurement of what communication costs): every rank then takes what it has for what the others would send.
 """
 
 from __future__ import annotations
@@ -28,9 +29,28 @@ def indices_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.long).to(device, non_blocking=True)
 
 
+def start_sum(x: Tensor, group: str) -> Tensor:
+    """Start a sum over a group's ranks; a copy where nothing is sent."""
+    return _OPS.all_reduce(x.contiguous(), "sum", group) if group else x.clone(memory_format=torch.contiguous_format)
+
+
 def sum_over(x: Tensor, group: str) -> Tensor:
     """The sum over a group's ranks, without gradients."""
-    return wait(_OPS.all_reduce(x.contiguous(), "sum", group), group, "all_reduce")
+    return wait(start_sum(x, group), group, "all_reduce") if group else start_sum(x, group)
+
+
+def gather_rows(x: Tensor, size: int, group: str) -> Tensor:
+    """What the ranks have [n, ..] one after the other, [W n, ..], without gradients."""
+    if not group:
+        return x.repeat(size, *(1,) * (x.ndim - 1))
+    return wait(_OPS.all_gather_into_tensor(x.contiguous(), size, group), group, "all_gather")
+
+
+def scatter_rows(x: Tensor, size: int, group: str) -> Tensor:
+    """The sum over the ranks of [W n, ..], of which each gets its [n, ..], without gradients."""
+    if not group:
+        return x.narrow(0, 0, x.shape[0] // size).clone()
+    return wait(_OPS.reduce_scatter_tensor(x.contiguous(), "sum", size, group), group, "reduce_scatter")
 
 
 class _CopyTo(torch.autograd.Function):
@@ -47,7 +67,7 @@ class _CopyTo(torch.autograd.Function):
 class _ReduceStart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _OPS.all_reduce(x.contiguous(), "sum", group)
+        return start_sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -60,7 +80,7 @@ class _SumStart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        return _OPS.all_reduce(x.contiguous(), "sum", group)
+        return start_sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -70,28 +90,30 @@ class _SumStart(torch.autograd.Function):
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return wait(x, group, "all_reduce")
+        return wait(x, group, "all_reduce") if group else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, None
 
 
-class _GatherLast(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
+    """Of values whose first dimension is split. (What a Function gives is no view of what it made: see sequence.)"""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int], rank: int, group: str) -> Tensor:
         ctx.own = sum(sizes[:rank]), sizes[rank]
-        rows = x.movedim(-1, 0)
+        rows = x
         if sizes[rank] < max(sizes):  # an uneven gather is wrong without an error
             rows = torch.cat([rows, rows.new_zeros(max(sizes) - sizes[rank], *rows.shape[1:])])
-        every = wait(_OPS.all_gather_into_tensor(rows.contiguous(), len(sizes), group), group, "all_gather")
+        every = gather_rows(rows, len(sizes), group)
         if min(sizes) < max(sizes):
             every = torch.cat([every[i * max(sizes) : i * max(sizes) + n] for i, n in enumerate(sizes)])
-        return every.movedim(0, -1).contiguous()
+        return every
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return grad.narrow(-1, *ctx.own).contiguous(), None, None, None
+        return grad.narrow(0, *ctx.own), None, None, None
 
 
 class _ShareRows(torch.autograd.Function):
@@ -135,7 +157,7 @@ def gather_last(x: Tensor, sizes: Sequence[int], rank: int, axis: str, group: st
     Args:
         x: [.., sizes[rank]]. sizes: of every rank; shorter ones are padded on the way.
     """
-    return _GatherLast.apply(x, list(sizes), rank, group)
+    return _GatherRows.apply(x.movedim(-1, 0), list(sizes), rank, group).movedim(0, -1).contiguous()
 
 
 def embed_rows(

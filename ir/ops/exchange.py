@@ -126,62 +126,60 @@ def sum_partial(x: Tensor, axis: str, group: str) -> Tensor:
 
 
 class _Swap(torch.autograd.Function):
+    """[rank, ..], a part for each, to the parts that each has for this rank."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: bool, size: int, group: str) -> Tensor:
-        ctx.where = heads, size, group
-        return _swap(x, heads, size, group)
+    def forward(ctx: Any, parts: Tensor, size: int, group: str) -> Tensor:
+        ctx.shape, ctx.where = parts.shape, (size, group)
+        return _swap(parts, size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        heads, size, group = ctx.where
-        return _swap(grad, not heads, size, group), None, None, None
+        return _swap(grad, *ctx.where).view(ctx.shape), None, None
 
 
-def _swap(x: Tensor, heads: bool, size: int, group: str) -> Tensor:
-    h, s = x.shape[1:3]
-    parts = x.unflatten(1, (size, h // size)) if heads else x.unflatten(2, (size, s // size)).transpose(1, 2)
-    parts = parts.transpose(0, 1).contiguous()  # one part a rank, outermost
-    if group:
-        even = [parts.numel() // size] * size
-        flat = wait(_OPS.all_to_all_single(parts.view(-1), even, even, group), group, "all_to_all")
-        parts = flat.view(parts.shape)
-    if heads:  # [rank, b, h/R, s, d] -> [b, h/R, R s, d]
-        return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)
-    return parts.permute(1, 0, 2, 3, 4).flatten(1, 2)  # [rank, b, h, s/R, d] -> [b, R h, s/R, d]
+def _swap(parts: Tensor, size: int, group: str) -> Tensor:
+    """Flat: what an autograd.Function gives is no view of what it made (see :mod:`latentscan.ir.ops.sequence`)."""
+    if not group:
+        return parts.flatten().clone()
+    even = [parts.numel() // size] * size
+    return wait(_OPS.all_to_all_single(parts.contiguous().view(-1), even, even, group), group, "all_to_all")
 
 
 def to_heads(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     """[b, H, L/R, d], all heads of this rank's tokens -> [b, H/R, L, d], this rank's heads of all tokens."""
-    return _Swap.apply(x, True, size, group)
+    parts = x.unflatten(1, (size, x.shape[1] // size)).transpose(0, 1)  # one part a rank, outermost
+    parts = _Swap.apply(parts, size, group).view(parts.shape)
+    return parts.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [rank, b, H/R, L/R, d]
 
 
 def to_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
     """[b, H/R, L, d] -> [b, H, L/R, d]: the way back from :func:`to_heads`."""
-    return _Swap.apply(x, False, size, group)
+    parts = x.unflatten(2, (size, x.shape[2] // size)).movedim(2, 0)
+    parts = _Swap.apply(parts, size, group).view(parts.shape)
+    return parts.permute(1, 0, 2, 3, 4).flatten(1, 2)  # [rank, b, H/R, L/R, d]
 
 
 class _GatherShared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: str) -> Tensor:
-        ctx.where = dim, size, group
-        every = x[None].expand(size, *x.shape).contiguous()
-        if group:
-            every = wait(_OPS.all_gather_into_tensor(x.contiguous()[None], size, group), group, "all_gather")
-        return every.movedim(0, dim).flatten(dim, dim + 1)
+    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
+        ctx.where = size, group
+        if not group:
+            return x[None].repeat(size, *(1,) * x.ndim)
+        return wait(_OPS.all_gather_into_tensor(x.contiguous()[None], size, group), group, "all_gather")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        dim, size, group = ctx.where
-        parts = grad.unflatten(dim, (size, grad.shape[dim] // size)).movedim(dim, 0).contiguous()
+        size, group = ctx.where
         if not group:
-            return parts.sum(0), None, None, None
-        own = wait(_OPS.reduce_scatter_tensor(parts, "sum", size, group), group, "reduce_scatter")
-        return own.view(parts.shape[1:]), None, None, None
+            return grad.sum(0), None, None
+        own = wait(_OPS.reduce_scatter_tensor(grad.contiguous(), "sum", size, group), group, "reduce_scatter")
+        return own.view(grad.shape[1:]), None, None
 
 
 def gather_shared(x: Tensor, dim: int, axis: str, size: int, group: str) -> Tensor:
     """A value that all heads share, of all tokens (which lie along ``dim``); its gradient is summed over the ranks."""
-    return _GatherShared.apply(x, dim, size, group)
+    return _GatherShared.apply(x, size, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def must_be_zero(count: int) -> int:

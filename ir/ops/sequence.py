@@ -12,12 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives
 from torch import Tensor
 
-from latentscan.ir.ops.waiting import wait
+from latentscan.ir.ops.collectives import gather_rows, scatter_rows
 
-_OPS = torch.ops._c10d_functional
+
+# What an autograd.Function gives is a value of its own, never a view of one that it made: before torch 2.13 AOTAutograd
+# loses the gradient of such a view without a word. So these work on tokens first [n, ..], and layouts are made outside.
 
 
 def _fill_up(x: Tensor, size: int) -> Tensor:
@@ -27,89 +28,82 @@ def _fill_up(x: Tensor, size: int) -> Tensor:
     return x.new_zeros((length * size, *x.shape[1:])).index_copy(0, torch.arange(n, device=x.device), x)
 
 
-def _own(x: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    rows = _fill_up(x.movedim(dim, 0), size)
-    length = (x.shape[dim] + size - 1) // size
-    index = torch.arange(length, device=x.device) + rank * length
-    return rows.index_select(0, index).movedim(0, dim).contiguous()
+def _own(x: Tensor, size: int, rank: int) -> Tensor:
+    rows = _fill_up(x, size)
+    length = (x.shape[0] + size - 1) // size
+    return rows.index_select(0, torch.arange(length, device=x.device) + rank * length)
 
 
-def _gather(x: Tensor, dim: int, n: Any, size: int, group: str) -> Tensor:
-    every = wait(_OPS.all_gather_into_tensor(x.movedim(dim, 0).contiguous(), size, group), group, "all_gather")
-    return every.index_select(0, torch.arange(n, device=x.device)).movedim(0, dim).contiguous()
+def _gather(x: Tensor, n: Any, size: int, group: str) -> Tensor:
+    return gather_rows(x, size, group).index_select(0, torch.arange(n, device=x.device))
 
 
-def _scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    rows = _fill_up(x.movedim(dim, 0), size)
-    own = wait(_OPS.reduce_scatter_tensor(rows, "sum", size, group), group, "reduce_scatter")
-    return own.movedim(0, dim).contiguous()
+def _scatter(x: Tensor, size: int, group: str) -> Tensor:
+    return scatter_rows(_fill_up(x, size), size, group)
 
 
 class _GatherIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, n: Any, size: int, group: str) -> Tensor:
-        ctx.where = dim, size, group
-        return _gather(x, dim, n, size, group)
+    def forward(ctx: Any, x: Tensor, n: Any, size: int, group: str) -> Tensor:
+        ctx.where = size, group
+        return _gather(x, n, size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        dim, size, group = ctx.where
-        return _scatter(grad, dim, size, group), None, None, None, None
+        return _scatter(grad, *ctx.where), None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, group: str) -> Tensor:
-        ctx.where = dim, x.shape[dim], size, group
-        return _scatter(x, dim, size, group)
+    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
+        ctx.where = x.shape[0], size, group
+        return _scatter(x, size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        dim, n, size, group = ctx.where
-        return _gather(grad, dim, n, size, group), None, None, None
+        return _gather(grad, *ctx.where), None, None
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, n: Any, size: int, rank: int, group: str) -> Tensor:
-        ctx.where = dim, size, rank
-        return _gather(x, dim, n, size, group)
+    def forward(ctx: Any, x: Tensor, n: Any, size: int, rank: int, group: str) -> Tensor:
+        ctx.where = size, rank
+        return _gather(x, n, size, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _own(grad, *ctx.where), None, None, None, None, None
+        return _own(grad, *ctx.where), None, None, None, None
 
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, size: int, rank: int, group: str) -> Tensor:
-        ctx.where = dim, x.shape[dim], size, group
-        return _own(x, dim, size, rank)
+    def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
+        ctx.where = x.shape[0], size, group
+        return _own(x, size, rank)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        dim, n, size, group = ctx.where
-        return _gather(grad, dim, n, size, group), None, None, None, None
+        return _gather(grad, *ctx.where), None, None, None
 
 
 def gather_tokens(x: Tensor, dim: int, n: Any, size: int, axis: str, group: str) -> Tensor:
     """Into a region that is split otherwise: all tokens; the gradient, partial on each rank, is summed and cut."""
-    return _GatherIn.apply(x, dim, n, size, group)
+    return _GatherIn.apply(x.movedim(dim, 0), n, size, group).movedim(0, dim).contiguous()
 
 
 def scatter_tokens(x: Tensor, dim: int, size: int, axis: str, group: str) -> Tensor:
     """Out of such a region: partial sums are summed and cut; the gradient is gathered."""
-    return _ScatterOut.apply(x, dim, size, group)
+    return _ScatterOut.apply(x.movedim(dim, 0), size, group).movedim(0, dim).contiguous()
 
 
 def unshard_tokens(x: Tensor, dim: int, n: Any, size: int, rank: int, axis: str, group: str) -> Tensor:
     """For work that every rank does on all tokens: gathered; the gradient, which all ranks hold, is cut."""
-    return _Unshard.apply(x, dim, n, size, rank, group)
+    return _Unshard.apply(x.movedim(dim, 0), n, size, rank, group).movedim(0, dim).contiguous()
 
 
 def shard_tokens(x: Tensor, dim: int, size: int, rank: int, axis: str, group: str) -> Tensor:
     """The rank's tokens of what all ranks hold; the gradient is gathered."""
-    return _Shard.apply(x, dim, size, rank, group)
+    return _Shard.apply(x.movedim(dim, 0), size, rank, group).movedim(0, dim).contiguous()
 
 
 SEQUENCE = (gather_tokens, scatter_tokens, unshard_tokens, shard_tokens)

@@ -25,7 +25,7 @@ from latentscan.runtime.batch import split_batch
 from latentscan.runtime.door import session_of
 from latentscan.runtime.wrap import wrap
 from latentscan.tools.bench_models import builder, config_of
-from latentscan.tools.bench_parallel import silent_groups
+from latentscan.tools.bench_parallel import silence
 
 CP = "mamba-context-parallel{gradients=partial}"
 GIB = 1 << 30
@@ -90,7 +90,7 @@ class Trainer:
         if silent:
             session = session_of(model)
             assert session is not None
-            session.silence(silent_groups(session.mesh))
+            silence(session)
         self.model, self.vocabulary = model, model.config.vocab_size
 
     def batch(self, rows: int, length: int, seed: int) -> dict[str, Any]:
