@@ -16,7 +16,6 @@ from torch import Tensor
 
 from latentscan.ir.ops.collectives import gather_rows, scatter_rows
 
-
 # What an autograd.Function gives is a value of its own, never a view of one that it made: before torch 2.13 AOTAutograd
 # loses the gradient of such a view without a word. So these work on tokens first [n, ..], and layouts are made outside.
 
