@@ -110,7 +110,8 @@ def _define_gradient(name: str) -> None:
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, extra = ctx.saved_tensors[: len(names)], ctx.saved_tensors[len(names) :]
+        held = ctx.saved_tensors  # once: a recomputed region unpacks each tensor a single time
+        saved, extra = held[: len(names)], held[len(names) :]
         grads = tuple(g for i, g in enumerate(grads) if i not in kept)
         found: list[Tensor | None] = [None] * len(saved)
         if any(g is not None for g in grads):

@@ -1,6 +1,9 @@
 """What our autograd functions give is never a view of what they made: before torch 2.13, AOTAutograd silently loses the
 gradient of such a view (at a batch of one a ``contiguous()`` copies nothing, and there it is)."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,3 +86,19 @@ def test_gradients_reach_what_is_before_it(name, shape, group):
         found.append(given.grad)
     assert found[0].norm() > 1e-3
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_saved_tensors_are_read_once():
+    """Under gradient checkpointing the second ``ctx.saved_tensors`` of a backward raises."""
+    import latentscan
+
+    root, found = Path(latentscan.__path__[0]), 0
+    for folder in ("ir", "lowering", "kernels", "passes", "runtime"):
+        for file in sorted((root / folder).rglob("*.py")):
+            for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(function, ast.FunctionDef):
+                    reads = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == "saved_tensors"]
+                    inner = [f for f in ast.walk(function) if isinstance(f, ast.FunctionDef) and f is not function]
+                    assert len(reads) <= max(1, len(inner)), f"{file.name}: {function.name}"
+                    found += len(reads)
+    assert found > 8
