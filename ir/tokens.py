@@ -30,7 +30,7 @@ from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.layout import SmallNumbers, is_layout, linear_of
 from latentscan.ir.ops import base
 from latentscan.ir.ops.collectives import COLLECTIVES
-from latentscan.ir.ops.exchange import SWAPS
+from latentscan.ir.ops.exchange import SWAPS, fork_tail
 from latentscan.ir.ops.sequence import SEQUENCE
 from latentscan.ir.ops.state_exchange import scan_leave
 from latentscan.ir.sizes import hint_of, is_symbol
@@ -320,7 +320,7 @@ class _Walk:
             for place, leaf in leaves:
                 if op.target in SWAPS:  # heads against tokens, or a shared value: [b, h, L, d] or [b, L, d]
                     self.tokens.dims[leaf] = len(self.graph.shape(leaf)) - 2
-                elif op.target is scan_leave and place == (0,):
+                elif op.target in (scan_leave, fork_tail) and place == (0,):
                     self.tokens.dims[leaf] = 1
             return
         for place, leaf in leaves:

@@ -105,7 +105,9 @@ def take_apart(graph: Graph, conv: fx.Node, found: Projection, keep: int, axis: 
             None if p is None else graph.method("narrow", p[own], d, start, found.sizes[found.conv])
             for p, d in zip(parts, (0, 0, -1), strict=True)
         ]
-        tail = _product(graph, graph.call(exchange.last_tokens, x, keep, axis), *rows)
+        fork = graph.call(exchange.fork_tail, x, keep, axis)
+        x, last = (graph.call(operator.getitem, fork, i) for i in range(2))
+        tail = _product(graph, last, *rows)
     items = {u.args[1]: u for u in found.split.users}
     changed: set[fx.Node] = set()
     for index, run in enumerate(runs):

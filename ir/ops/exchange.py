@@ -80,6 +80,26 @@ def last_tokens(x: Tensor, keep: int, axis: str) -> Tensor:
     return x[:, x.shape[1] - keep :]
 
 
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: int) -> Any:
+        ctx.keep = keep
+        return x.view_as(x), x.narrow(1, x.shape[1] - keep, keep).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, tail: Tensor) -> Any:  # type: ignore[override]
+        # In place: only products read the first output, and autograd has summed their gradients in memory of its own.
+        grad.narrow(1, grad.shape[1] - ctx.keep, ctx.keep).add_(tail)
+        return grad, None
+
+
+def fork_tail(x: Tensor, keep: int, axis: str) -> tuple[Tensor, Tensor]:
+    """``x`` [b, L, D] for products alone, and its :func:`last_tokens`, whose gradient is added where it belongs (by
+    autograd's rule for a slice, a value of x's size would be filled with zeros and added whole)."""
+    last_tokens(x, keep, axis)  # long enough
+    return _Fork.apply(x, keep)
+
+
 def tail_start(tail: Tensor, axis: str, size: int, rank: int, group: str) -> Tensor:
     """Start to send :func:`last_tokens` to the next rank."""
     return _TailStart.apply(tail, size, rank, group) if group else tail.reshape(-1).clone()
@@ -219,4 +239,4 @@ def gather_tokens(x: Tensor, axis: str, size: int, group: str) -> Tensor:
 
 
 SWAPS = (to_heads, to_tokens, gather_shared)
-MESSAGES = (last_tokens, tail_start, tail_wait, edge_ids, gather_tokens)
+MESSAGES = (last_tokens, fork_tail, tail_start, tail_wait, edge_ids, gather_tokens)
