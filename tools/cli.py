@@ -244,7 +244,7 @@ def heal_verb(
     teacher: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The original; by default what DIR was converted from.")
     ] = None,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 5e-4,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 1e-4,
     seq: Annotated[int, typer.Option(help="Tokens a row.")] = 128,
     batch: Annotated[int, typer.Option(help="Rows a step.")] = 4,
     train: Annotated[str, typer.Option(help="What is trained: attention (the converted ones) or all.")] = "attention",

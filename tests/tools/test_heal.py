@@ -156,7 +156,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "in place": ({"out": "small"}, "which a half-finished run would replace"),
     "foreign out": ({"out": "foreign"}, "holds a model that latentscan did not save"),
     "another conversion": ({"out": "other"}, "holds a converted model that no healing wrote"),
-    "another run": ({"out": "whole", "more": ["--lr", "0.5"]}, "holds another run: its lr is 0.0005, not 0.5"),
+    "another run": ({"out": "whole", "more": ["--lr", "0.5"]}, "holds another run: its lr is 0.0001, not 0.5"),
     "another text": ({"out": "whole", "data": "other.txt"}, "holds another run: its text differs"),
     "another original": ({"teacher": "tiny:llama"}, "its layers is 2, the converted model's 1"),
     "no original": ({"teacher": "/nowhere/at/all"}, "there is no such directory"),
