@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from latentscan import __version__
+from latentscan.tools.broken_npu import set_aside
 
 OK, CHECK_FAILED, BAD_INPUT = 0, 1, 2
 
@@ -392,6 +393,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.raiseExceptions = False  # torch 2.11 prints a traceback where it fails to log its own metrics
     try:
         try:
+            if given and not {"--help", "--version"} & set(given):
+                set_aside(lambda text: typer.echo(f"latentscan: {text}", err=True))
             app(given, prog_name="latentscan")
         finally:
             sys.stdout.flush()  # what cannot be written must be told by the exit status

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from latentscan.kernels.triton_ascend.launch import Kernel, launch
-from latentscan.kernels.triton_ascend.tiles import DecodeTiles, decode_tiles, power
+from latentscan.kernels.triton_ascend.tiles import DEFAULT_CHIP, DecodeTiles, decode_tiles, power
 
 SPLIT = Kernel("latent_decode_kernels", "split_kernel")
 JOIN = Kernel("latent_decode_kernels", "join_kernel")
 UNITS = 48  # enough splits to give every vector core one
 
 
-def refusal(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, chip: str = "910B3") -> str | None:
+def refusal(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, chip: str = DEFAULT_CHIP) -> str | None:
     """Why the kernel does not take such tensors, or None."""
     if q_latent.dtype not in (torch.float16, torch.bfloat16):
         return f"queries are {q_latent.dtype}; the Ascend kernels take float16 and bfloat16"
@@ -28,7 +28,7 @@ def refusal(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, ch
 
 def latent_decode(
     q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, padding: Tensor | None = None,
-    *, scale: float, chip: str = "910B3", tiles: DecodeTiles | None = None, splits: int | None = None,
+    *, scale: float, chip: str = DEFAULT_CHIP, tiles: DecodeTiles | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """[b, H, 1, C] of q_latent [b, H, 1, C], q_rope [b, H, 1, R], latent [b, T, C], k_rope [b, 1, T, R].
 

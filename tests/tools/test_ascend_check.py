@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from latentscan.ir.capture import capture
 from latentscan.kernels.triton_ascend import launch as launching
+from latentscan.kernels.triton_ascend import tiles
 from latentscan.kernels.triton_ascend.launch import Kernel
 from latentscan.lowering import ascend as _ascend  # noqa: F401  (registers the ops)
 from latentscan.lowering.select import lower
@@ -112,6 +113,49 @@ def test_every_kernel_is_among_what_is_shipped():
         assert {entry.call.kernel.name for entry in shipped.shipped(chip)} == there
     reasons = [control.reason for control in shipped.controls()]
     assert [bool(reason) for reason in reasons] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("chip", tiles.CHIPS)
+def test_every_tile_that_a_size_leads_to_is_among_what_is_shipped(chip: str, monkeypatch):
+    """All sizes are tried; the list is held by the constants that are tiles, kernel by kernel."""
+    names = {
+        "update_kernel": ("BP", "BN"),
+        "conv_kernel": ("BD", "W"),
+        "norm_kernel": ("BLOCK",),
+        "join_kernel": ("BC",),
+    }
+    names |= {"pass_kernel": ("BLOCK",), "kept_kernel": ("BLOCK",), "split_kernel": ("BH", "BT", "BC", "BR")}
+
+    def compiled() -> dict[str, set[tuple[int, ...]]]:
+        there: dict[str, set[tuple[int, ...]]] = {kernel: set() for kernel in names}
+        for entry in shipped.shipped(chip):
+            if entry.call.kernel.name in names:
+                constants = dict(entry.call.constants)
+                there[entry.call.kernel.name].add(tuple(constants[n] for n in names[entry.call.kernel.name]))
+        return there
+
+    sizes = [n for i in range(13) for n in {1 << i, (1 << i) + 1}]
+    blocks: set[tuple[int, ...]] = {
+        (min(tiles.power(P * N), 4096),) for P in range(1, 129) for N in (1, 2, 3, 16, 100, 256)
+    }
+    wanted: dict[str, set[tuple[int, ...]]] = {
+        "update_kernel": {
+            (tile, tiles.power(N)) for P in sizes for N in sizes if (tile := tiles.update_tile(P, N, chip)) is not None
+        },
+        "conv_kernel": {(min(tiles.CONV_CHANNELS, tiles.power(D)), W) for D in sizes for W in (2, 3, 4)},
+        "norm_kernel": {(min(tiles.NORM_BLOCK, tiles.power(size)),) for size in sizes},
+        "join_kernel": {(tiles.power(C),) for C in range(1, 513)},
+        "pass_kernel": blocks, "kept_kernel": blocks,
+        "split_kernel": {
+            (t.heads, t.keys, t.latent, t.rope)
+            for C in range(1, 513, 3) for R in range(1, 129, 3) if (t := tiles.decode_tiles(C, R, chip)) is not None
+        },
+    }  # fmt: skip
+    found = compiled()
+    for kernel, choices in wanted.items():
+        assert choices <= found[kernel], (kernel, choices - found[kernel])
+    monkeypatch.setattr(shipped, "UPDATE_STATES", ((64, 128),))  # sabotage
+    assert not wanted["update_kernel"] <= compiled()["update_kernel"]
 
 
 def test_the_document_holds_the_table_of_every_shipped_tile():

@@ -4,7 +4,9 @@
 //
 // Checked, each with an exception: the capacity of every memory; every access within its tensor; 32-byte addresses of
 // vector instructions and copies, 512-byte fractals; a destination that overlaps a source it is not equal to; queue
-// discipline; vector work on cube cores and the other way round; scalar access to what another pipe has not finished.
+// discipline: what one pipe wrote goes through EnQue and DeQue before another pipe touches it, copies use queues alone,
+// nothing is used once it is freed; vector work on cube cores and the other way round; scalar access to what another
+// pipe has not finished.
 #ifndef LATENTSCAN_HOST_KERNEL_OPERATOR_H
 #define LATENTSCAN_HOST_KERNEL_OPERATOR_H
 
@@ -92,6 +94,20 @@ struct Range {
   bool read_by_vector;
 };
 
+enum Pipe { NO_PIPE, LOADS, VECTOR, STORES, TO_L0, CUBE, FIX };
+inline const char *name_of(Pipe p) {
+  static const char *names[] = {"no pipe", "the loads", "the vector pipe", "the stores", "the loads to L0", "the cube",
+                                "Fixpipe"};
+  return names[p];
+}
+
+// A buffer of a queue: whether somebody holds it, and which pipe wrote it since it last came out of its queue.
+struct Buffer {
+  const uint8_t *begin, *end;
+  bool free;
+  Pipe writer;
+};
+
 // One core: its memories, its place in the launch, and what its pipes have not finished.
 struct Core {
   int64_t block = 0, blocks = 1;
@@ -102,6 +118,7 @@ struct Core {
   bool scalar_pending = false;
   std::vector<Range> arriving;  // loads that no scalar may read yet
   std::vector<Range> computing;  // what the vector pipe writes, likewise
+  std::vector<Buffer> buffers;   // of the queues
 
   void start() {
     size_t capacity[] = {LATENTSCAN_UB_BYTES, 512 * 1024, 64 * 1024, 64 * 1024, 128 * 1024};
@@ -112,6 +129,7 @@ struct Core {
     scalar_pending = false;
     arriving.clear();
     computing.clear();
+    buffers.clear();
   }
   uint8_t *base(Memory m) {
     auto address = reinterpret_cast<uintptr_t>(memory[m].data());
@@ -132,6 +150,26 @@ struct Core {
 inline Core &core() {
   static Core one;
   return one;
+}
+
+inline Buffer *buffer_of(const void *address) {
+  auto *at = static_cast<const uint8_t *>(address);
+  for (auto &buffer : core().buffers)
+    if (at >= buffer.begin && at < buffer.end) return &buffer;
+  return nullptr;
+}
+
+// A pipe reads or writes at an address. Outside of the queues only the vector pipe may.
+inline void touches(const void *address, Pipe pipe, bool writes, const char *what) {
+  Buffer *buffer = buffer_of(address);
+  if (!buffer) {
+    if (pipe != VECTOR) fail(std::string("queue: ") + what + " of a buffer that is in no queue");
+    return;
+  }
+  if (buffer->free) fail(std::string("queue: ") + what + " of a freed buffer");
+  if (buffer->writer != NO_PIPE && buffer->writer != pipe)
+    fail(std::string("race: ") + what + " of what " + name_of(buffer->writer) + " wrote and no queue passed on");
+  if (writes) buffer->writer = pipe;
 }
 
 inline Memory memory_of(TPosition position) {
@@ -201,6 +239,8 @@ class LocalTensor {
   T GetValue(int64_t at) const {
     auto &core = host::core();
     const uint8_t *from = reinterpret_cast<const uint8_t *>(Within(at, 1, "a scalar read"));
+    auto *buffer = host::buffer_of(from);
+    if (buffer && buffer->free) host::fail("queue: a scalar read of a freed buffer");
     for (const auto &range : core.arriving)
       if (from >= range.begin && from < range.end) host::fail("race: a scalar read of a load that has not arrived");
     for (const auto &range : core.computing)
@@ -261,6 +301,7 @@ class TQue {
     for (auto &slot : slots)
       if (slot.state == FREE) {
         slot.state = TAKEN;
+        *host::buffer_of(slot.data) = {slot.data, slot.data + size, false, host::NO_PIPE};
         return LocalTensor<T>(slot.data, size, host::memory_of(P));
       }
     host::fail("queue: no free buffer of " + std::to_string(slots.size()));
@@ -276,11 +317,13 @@ class TQue {
     uint8_t *data = waiting.front();
     waiting.pop_front();
     Move(data, QUEUED, TAKEN, "DeQue");
+    host::buffer_of(data)->writer = host::NO_PIPE;
     return LocalTensor<T>(data, size, host::memory_of(P));
   }
   template <typename T>
   void FreeTensor(const LocalTensor<T> &tensor) {
     Move(tensor.data, TAKEN, FREE, "FreeTensor of a tensor that is not in use");
+    host::buffer_of(tensor.data)->free = true;
   }
 
  private:
@@ -310,7 +353,11 @@ class TPipe {
   void InitBuffer(TQue<P, DEPTH> &queue, int count, uint32_t bytes) {
     if (count > DEPTH) host::fail("queue: more buffers than its depth");
     if (bytes % 32) host::fail("alignment: a buffer of " + std::to_string(bytes) + " bytes");
-    for (int i = 0; i < count; ++i) queue.slots.push_back({host::core().take(host::memory_of(P), bytes), {}});
+    for (int i = 0; i < count; ++i) {
+      uint8_t *data = host::core().take(host::memory_of(P), bytes);
+      queue.slots.push_back({data, {}});
+      host::core().buffers.push_back({data, data + bytes, true, host::NO_PIPE});
+    }
     queue.size = bytes;
   }
   template <TPosition P>
@@ -371,6 +418,7 @@ template <typename T>
 void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, uint32_t count) {
   if (count * sizeof(T) % 32) host::fail("alignment: a copy of " + std::to_string(count * sizeof(T)) + " bytes");
   std::memcpy(to.Aligned(count, 32, "a load"), from.Within(0, count, "a load"), count * sizeof(T));
+  host::touches(to.data, host::LOADS, true, "a load");
   host::arrives(to.data, static_cast<int64_t>(count * sizeof(T)));
 }
 
@@ -378,6 +426,7 @@ template <typename T>
 void DataCopy(const GlobalTensor<T> &to, const LocalTensor<T> &from, uint32_t count) {
   if (count * sizeof(T) % 32) host::fail("alignment: a copy of " + std::to_string(count * sizeof(T)) + " bytes");
   std::memcpy(to.Within(0, count, "a store"), from.Aligned(count, 32, "a store"), count * sizeof(T));
+  host::touches(from.data, host::STORES, false, "a store");
 }
 
 template <typename T>
@@ -388,6 +437,7 @@ void DataCopyPad(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Da
   int64_t target = rounded + p.dstStride * 32 / static_cast<int64_t>(sizeof(T));
   for (int64_t i = 0; i < p.blockCount; ++i)
     std::memcpy(to[i * target].Aligned(rounded, 32, "a load"), from.Within(i * source, width, "a load"), p.blockLen);
+  host::touches(to.data, host::LOADS, true, "a load");
   host::arrives(to.data, p.blockCount * target * static_cast<int64_t>(sizeof(T)));
 }
 
@@ -398,6 +448,7 @@ void DataCopyPad(const GlobalTensor<T> &to, const LocalTensor<T> &from, const Da
   int64_t target = width + p.dstStride / static_cast<int64_t>(sizeof(T));
   for (int64_t i = 0; i < p.blockCount; ++i)
     std::memcpy(to.Within(i * target, width, "a store"), from[i * source].Aligned(width, 32, "a store"), p.blockLen);
+  host::touches(from.data, host::STORES, false, "a store");
 }
 
 // Rows to fractals: element (n, d) goes to block d / 16 of dstNzC0Stride rows of 16.
@@ -405,6 +456,7 @@ template <typename T>
 void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Nd2NzParams &p) {
   host::only(KERNEL_TYPE_AIC_ONLY, "rows to fractals");
   to.In(host::L1, "the destination of a copy to fractals");
+  host::touches(to.data, host::LOADS, true, "a copy to fractals");
   if (p.ndNum != 1 || p.dValue % 16 || p.dstNzNStride != 1) host::fail("fractals: only one matrix of whole blocks");
   T *target = to.Aligned(static_cast<int64_t>(p.dValue) / 16 * p.dstNzC0Stride * 16, 32, "a copy to fractals");
   for (int64_t n = 0; n < p.nValue; ++n)
@@ -420,6 +472,7 @@ template <typename T>
 T *written(const LocalTensor<T> &to, int64_t count) {
   only(KERNEL_TYPE_AIV_ONLY, "a vector instruction");
   to.In(UB, "a vector operand");
+  touches(to.data, VECTOR, true, "a vector destination");
   if (core().scalar_pending) fail("race: a vector instruction after scalar writes that were not waited for");
   T *data = to.Aligned(count, 32, "a vector destination");
   auto *begin = reinterpret_cast<const uint8_t *>(data), *end = reinterpret_cast<const uint8_t *>(data + count);
@@ -435,6 +488,7 @@ T *written(const LocalTensor<T> &to, int64_t count) {
 template <typename T, typename U>
 const T *read(const LocalTensor<T> &from, int64_t count, const LocalTensor<U> &to, int64_t out) {
   from.In(UB, "a vector operand");
+  touches(from.data, VECTOR, false, "a vector source");
   const T *data = from.Aligned(count, 32, "a vector source");
   auto *begin = reinterpret_cast<const uint8_t *>(data), *end = reinterpret_cast<const uint8_t *>(data + count);
   for (auto &range : core().arriving)
@@ -525,6 +579,8 @@ inline void LoadData(const LocalTensor<half> &to, const LocalTensor<half> &from,
   host::only(KERNEL_TYPE_AIC_ONLY, "LoadData");
   from.In(host::L1, "the source of LoadData");
   if (to.memory != host::L0A && to.memory != host::L0B) host::fail("wrong memory: the destination of LoadData");
+  host::touches(from.data, host::TO_L0, false, "LoadData");
+  host::touches(to.data, host::TO_L0, true, "LoadData");
   for (int64_t r = 0; r < p.repeatTimes; ++r) {
     const half *in = from[(p.startIndex + r * p.srcStride) * 256].Aligned(256, 512, "a fractal of L1");
     half *out = to[r * (p.dstGap + 1) * 256].Aligned(256, 512, "a fractal of L0");
@@ -544,6 +600,9 @@ inline void Mmad(const LocalTensor<float> &c, const LocalTensor<half> &a, const 
   a.In(host::L0A, "the left operand");
   b.In(host::L0B, "the right operand");
   c.In(host::L0C, "the product");
+  host::touches(a.data, host::CUBE, false, "Mmad");
+  host::touches(b.data, host::CUBE, false, "Mmad");
+  host::touches(c.data, host::CUBE, true, "Mmad");
   const half *left = a.Aligned(int64_t(p.m) * p.k, 512, "the left operand");
   const half *right = b.Aligned(int64_t(p.k) * p.n, 512, "the right operand");
   float *out = c.Aligned(int64_t(p.m) * p.n, 1024, "the product");
@@ -570,6 +629,7 @@ template <typename T, typename U, const FixpipeConfig &>
 void Fixpipe(const GlobalTensor<T> &to, const LocalTensor<U> &from, const FixpipeParamsV220 &p) {
   host::only(KERNEL_TYPE_AIC_ONLY, "Fixpipe");
   from.In(host::L0C, "the source of Fixpipe");
+  host::touches(from.data, host::FIX, false, "Fixpipe");
   if (p.ndNum != 1) host::fail("fractals: only one matrix");
   const U *in = from.Aligned(int64_t(p.nSize) * p.srcStride, 1024, "the source of Fixpipe");
   for (int64_t m = 0; m < p.mSize; ++m)
