@@ -123,8 +123,10 @@ def plan_verb(
     as_json: Json = False,
 ) -> None:
     """What a pipeline would do and cost; needs no weights and no accelerator."""
+    from latentscan.lowering.select import split_target
     from latentscan.passes.pipeline import parse
 
+    pipeline, _ = split_target(pipeline)  # what is planned is the same for all
     parse(pipeline)  # before anything slow
     with progress("planning") as step:
         from latentscan.runtime.source import resolve
@@ -329,10 +331,12 @@ def emit_verb(
 ) -> None:
     """Graph, kernels, tilings and build script for a target; needs no weights and no accelerator."""
     from latentscan.ir.errors import PipelineError
+    from latentscan.lowering.select import split_target
     from latentscan.passes.pipeline import parse
 
     if target != "ascend":
         raise PipelineError(f"nothing is emitted for target {target!r}", remedy="use --target ascend")
+    pipeline, _ = split_target(pipeline, target)
     parse(pipeline)
     with progress("emitting") as step:
         from latentscan.runtime.source import resolve

@@ -26,6 +26,11 @@ def refusal(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, ch
     return None
 
 
+def _near(t: Tensor, count: int) -> Tensor:
+    """``t`` with neighbouring elements in its last axis, and ``count`` rows of it within 2^31 elements."""
+    return t if t.stride(-1) == 1 and count * t.stride(1) < 1 << 31 else t.contiguous()
+
+
 def latent_decode(
     q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, padding: Tensor | None = None,
     *, scale: float, chip: str = DEFAULT_CHIP, tiles: DecodeTiles | None = None, splits: int | None = None,
@@ -45,9 +50,10 @@ def latent_decode(
     T, R = latent.shape[1], k_rope.shape[3]
     tiles = tiles or decode_tiles(C, R, chip)
     assert tiles is not None
-    q, r = (t[:, :, 0] if t.stride(-1) == 1 else t[:, :, 0].contiguous() for t in (q_latent, q_rope))
+    # What is multiplied in 32 bits, the step between heads and between keys of a tile, is kept within them.
+    q, r = (_near(t[:, :, 0], max(H, tiles.heads)) for t in (q_latent, q_rope))
     k = k_rope[:, 0]
-    k, latent = (t if t.stride(-1) == 1 and tiles.keys * t.stride(1) < 1 << 31 else t.contiguous() for t in (k, latent))
+    k, latent = (_near(t, tiles.keys) for t in (k, latent))
     blocks = -(-H // tiles.heads)
     splits = splits or max(1, min(-(-T // tiles.keys), UNITS // (b * blocks) or 1))
     per = -(-T // (splits * tiles.keys)) * tiles.keys

@@ -22,7 +22,7 @@ from latentscan.runtime.tiny import build
 from latentscan.tools.ascend_check import __main__ as command
 from latentscan.tools.ascend_check import environment, shipped, table, toolchain
 from latentscan.tools.ascend_check.environment import UnavailableError, default_folder, ensure
-from latentscan.tools.ascend_check.execute import on_the_cpu
+from latentscan.tools.ascend_check.execute import on_the_cpu, recorded
 from latentscan.tools.ascend_check.host_ir import for_the_host
 from latentscan.tools.ascend_check.numerics import FORWARD_TOLERANCE, relative, scan_case
 from latentscan.tools.ascend_check.toolchain import Call, CheckError, Toolchain
@@ -49,6 +49,52 @@ def test_a_file_without_a_place_for_the_table_is_told_before_anything_is_run(tmp
         command.main(["--env", str(tmp_path / "env"), "--table", str(tmp_path / "notes.md")])
     assert end.value.code == 2 and "no <!-- made by" in capsys.readouterr().err
     assert not (tmp_path / "env").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--match", "scann"], "no kernel and no run has it in its name"),
+        (["--table", "{ours}", "--match", "join"], "leave out --match and --chip"),
+        (["--table", "{ours}", "--chip", "950"], "leave out --match and --chip"),
+        (["--json", "{nowhere}"], "its folder is not there"),
+        (["--chip", "310"], "invalid choice"),
+    ],
+)
+def test_a_check_of_nothing_or_to_nowhere_is_refused_before_it_begins(arguments, told, tmp_path, capsys):
+    places = {"ours": ROOT / "docs" / "ascend.md", "nowhere": tmp_path / "none" / "f.json"}
+    with pytest.raises(SystemExit) as end:
+        command.main(["--env", str(tmp_path / "env"), *(a.format(**places) for a in arguments)])
+    assert end.value.code == 2 and told in capsys.readouterr().err
+    assert not (tmp_path / "env").exists()
+
+
+def test_a_place_where_no_environment_can_be_made_is_not_run(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert command.main(["--env", str(tmp_path / "file")]) == command.NOT_RUN
+    assert "its environment cannot be made in" in capsys.readouterr().out
+
+
+def test_an_environment_that_lost_its_packages_is_made_again(tmp_path, monkeypatch):
+    """Else every kernel would be told to fail."""
+    made: list[Path] = []
+
+    def create(folder: Path, **_: Any) -> None:
+        made.append(folder)
+        for path in ("triton/backends/ascend/x", "ascendnpuir/bin/bishengir-compile", "ascendnpuir/bin/bishengir-opt"):
+            file = folder / "lib" / "python3.11" / "site-packages" / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("")
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / "python").write_text("")
+
+    monkeypatch.setattr(environment.venv, "create", create)
+    monkeypatch.setattr(environment.subprocess, "run", lambda c, **_: subprocess.CompletedProcess(c, 0, "", ""))
+    for _ in range(2):
+        assert ensure(tmp_path).whole
+    assert len(made) == 1
+    (tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / "ascendnpuir" / "bin" / "bishengir-opt").unlink()
+    assert ensure(tmp_path).whole and len(made) == 2
 
 
 @pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "riscv64")])
@@ -250,6 +296,26 @@ def test_a_lowered_model_on_the_vendors_ir_equals_the_model(tools, family: str):
     logits = next(t for t in out if isinstance(t, torch.Tensor) and t.shape == truth.shape)
     assert {call.kernel.name for call, _ in launched} >= {"scan_kernel", "conv_kernel"}
     assert relative(logits, truth) <= 3 * relative(library, truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "nemotron_h", "deepseek_v3"])
+def test_every_launch_of_a_lowered_model_passes_the_compiler(tools, family: str, dtype: torch.dtype):
+    """The types and options that models have, and not those that the list of what is shipped thinks of."""
+    model = build(family).eval().to(dtype)
+    ids = torch.randint(0, 64, (2, 37))
+    graph = capture(model, inputs={"input_ids": ids, "use_cache": False})
+    done = lower(graph, "ascend")
+    graph.clean()
+    values = [graph_input(graph, name, ids) for name in graph.inputs]
+    with torch.no_grad(), recorded() as launched:
+        graph.module(*values)
+    assert bool(launched) == ("chunk_scan" in done)
+    for call in {call for call, _ in launched}:
+        for chip in tiles.CHIPS:
+            verdict = tools.verdict(tools.ir(call, chip), chip)
+            assert verdict.ok, (call, chip, verdict.errors)
 
 
 @pytest.mark.slow
