@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from latentscan.ir.capture import capture
+from latentscan.kernels.reference import attention, ssm, ssm_conv, ssm_norm
+from latentscan.kernels.triton_ascend import latent_decode, mixer, tiles
 from latentscan.kernels.triton_ascend import launch as launching
-from latentscan.kernels.triton_ascend import tiles
 from latentscan.kernels.triton_ascend.launch import Kernel
 from latentscan.lowering import ascend as _ascend  # noqa: F401  (registers the ops)
 from latentscan.lowering.select import lower
@@ -24,7 +26,7 @@ from latentscan.tools.ascend_check import environment, shipped, table, toolchain
 from latentscan.tools.ascend_check.environment import UnavailableError, default_folder, ensure
 from latentscan.tools.ascend_check.execute import on_the_cpu, recorded
 from latentscan.tools.ascend_check.host_ir import for_the_host
-from latentscan.tools.ascend_check.numerics import FORWARD_TOLERANCE, relative, scan_case
+from latentscan.tools.ascend_check.numerics import FORWARD_TOLERANCE, Case, relative, scan_case
 from latentscan.tools.ascend_check.toolchain import Call, CheckError, Toolchain
 
 ROOT = Path(__file__).parents[2]
@@ -372,5 +374,60 @@ def test_json_and_status_of_a_short_run(tools, tmp_path, capsys):
 def test_any_length_and_packing_equals_fp64(tools, batch: int, length: int, packed: str, backward: bool):
     options: dict[str, Any] = {"init": True, "z": True, "D": "head", "softplus": True, "packed": packed}
     case = scan_case("any", batch, length, 4, 2, 32, 32, backward=backward, **options)
+    with on_the_cpu(tools):
+        assert max(case.errors().values()) <= case.tolerance
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(["conv", "norm", "update", "decode"]), st.integers(0, 10_000))
+def test_any_call_of_the_other_kernels_equals_fp64(tools, what: str, seed: int):
+    """Batches, lengths, packing, views, what is optional, sizes that are no tile, and rows without a visible key."""
+    pick, g = random.Random(seed), torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, view: bool = False, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        whole = torch.randn(*shape[:-1], shape[-1] * (1 + view), generator=g).to(dtype)
+        return whole[..., : shape[-1]]
+
+    def maybe(*shape: int) -> torch.Tensor | None:
+        return draw(*shape) if pick.random() < 0.5 else None
+
+    b, view = pick.randint(1, 3), pick.random() < 0.4
+    if what == "conv":
+        L, D, W = pick.choice([1, 2, 3, 5, 31, 33, 70]), pick.choice([1, 16, 24, 130]), pick.choice([2, 3, 4])
+        seq_idx = (torch.rand(b, L, generator=g) < 0.3).int().cumsum(1).int() if pick.random() < 0.5 else None
+        given_ = (draw(b, L, D, view=view), draw(D, W), maybe(D), maybe(b, D, W - 1), seq_idx)
+        options: dict[str, Any] = {"activation": pick.choice(["none", "silu"])}
+        case = Case(what, mixer.causal_conv1d, ssm_conv.causal_conv1d, given_, options)
+    elif what == "norm":
+        G, S = pick.choice([1, 2, 3]), pick.choice([1, 16, 40, 2049])
+        options = {"eps": 1e-5, "group_size": S, "norm_before_gate": pick.random() < 0.5}
+        given_ = (draw(b, 5, G * S, view=view), maybe(b, 5, G * S), draw(G * S))
+        case = Case(what, mixer.gated_rms_norm, ssm_norm.gated_rms_norm, given_, options)
+    elif what == "update":
+        H, P, N, G = pick.choice([(4, 1, 16, 1), (4, 48, 96, 2), (6, 64, 128, 3), (2, 100, 20, 1)])
+        A = -draw(*pick.choice([(H,), (H, N)]), dtype=torch.float32).abs()
+        options = {"dt_softplus": True, "dt_min": pick.choice([0.0, 0.1]), "dt_max": pick.choice([float("inf"), 0.7])}
+        given_ = (
+            draw(b, H, P, N, dtype=pick.choice([torch.float32, torch.float16])), draw(b, H, P), draw(b, H), A,
+            draw(b, G, N), draw(b, G, N), pick.choice([None, draw(H), draw(H, P)]), maybe(b, H, P), maybe(H),
+        )  # fmt: skip
+        case = Case(what, mixer.state_update, ssm.state_update, given_, options)
+    else:
+        H, C, R, T = (
+            pick.choice([1, 5, 33]),
+            pick.choice([20, 64]),
+            pick.choice([8, 16]),
+            pick.choice([1, 31, 129, 300]),
+        )
+        padding = (torch.rand(b, T, generator=g) < 0.7).int() if pick.random() < 0.6 else None
+        if padding is not None and b > 1:
+            padding[0] = 0
+        given_ = (draw(b, H, 1, C), draw(b, H, 1, R), draw(b, T, C, view=view), draw(b, 1, T, R), padding)
+
+        def oracle(q: Any, r: Any, latent: Any, k: Any, pad: Any, scale: float) -> torch.Tensor:
+            return attention.latent_attention(q, r, latent, k, padding=pad, kind="causal", scale=scale)
+
+        case = Case(what, latent_decode.latent_decode, oracle, given_, {"scale": 0.1})
     with on_the_cpu(tools):
         assert max(case.errors().values()) <= case.tolerance
