@@ -245,7 +245,7 @@ def test_the_controls_have_the_verdicts_that_are_known(tools):
 def test_a_wrong_argument_moves_the_result_far_beyond_the_tolerance(tools, monkeypatch):
     """Sabotage: dt is taken 5 % longer by the kernels alone; then a program is left out."""
     case = scan_case("sabotage", 1, 70, 2, 1, 32, 32, init=True, softplus=True)
-    with on_the_cpu(tools):
+    with on_the_cpu(tools), monkeypatch.context() as patch:
         assert max(case.errors().values()) <= FORWARD_TOLERANCE
         run = launching.runner
 
@@ -258,22 +258,24 @@ def test_a_wrong_argument_moves_the_result_far_beyond_the_tolerance(tools, monke
             run(kernel, programs - (kernel.name == "pass_kernel"), arguments)
 
         for sabotage in (longer, fewer):
-            monkeypatch.setattr(launching, "runner", sabotage)
+            patch.setattr(launching, "runner", sabotage)
             assert max(case.errors().values()) > 5 * FORWARD_TOLERANCE
+    assert launching.runner is None
 
 
 @pytest.mark.slow
 def test_a_write_outside_of_a_tensor_is_caught(tools, monkeypatch):
     case = scan_case("canary", 1, 40, 2, 1, 32, 32)
-    with on_the_cpu(tools):
+    with on_the_cpu(tools), monkeypatch.context() as patch:
         run = launching.runner
 
         def beyond(kernel: Kernel, programs: int, arguments: dict[str, Any]) -> None:
             run(kernel, programs + (kernel.name == "state_kernel"), arguments)
 
-        monkeypatch.setattr(launching, "runner", beyond)
+        patch.setattr(launching, "runner", beyond)
         with pytest.raises(CheckError, match="state_kernel: writes outside of a tensor"):
             case.errors()
+    assert launching.runner is None
 
 
 @pytest.mark.slow
