@@ -7,7 +7,7 @@ NPU it launches; on the CPU it runs only where the checking tool has put the ven
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from latentscan.ir.ops import ssm_mixer as _mixer  # noqa: F401
 from latentscan.kernels.triton_ascend import chunk_scan as _scan
 from latentscan.kernels.triton_ascend import launch
 from latentscan.kernels.triton_ascend.mixer import WIDTHS
-from latentscan.kernels.triton_ascend.tiles import update_tile
-from latentscan.lowering import ascend_vendor, reference
+from latentscan.kernels.triton_ascend.tiles import DEFAULT_CHIP, update_tile
+from latentscan.lowering import ascend_vendor, npu, reference
 from latentscan.lowering.select import length_flags
 
 NAMESPACE = "latentscan_ascend"
@@ -33,8 +33,19 @@ KERNEL_MODULES = {
     "gated_rms_norm": "mixer",
     "state_update": "mixer",
 }
+OF_A_CHIP = ("chunk_scan", "chunk_scan_backward", "state_update", "latent_attention")  # their tiles depend on it
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _device(values: Iterable[Any]) -> torch.device:
+    return next(v.device for v in values if isinstance(v, torch.Tensor))
+
+
+def placed(name: str, values: Iterable[Any]) -> dict[str, str]:
+    """The argument ``chip`` of a kernel whose tiles depend on it: that of the NPU which the tensors are on."""
+    device = _device(values)
+    return {"chip": npu.chip(device.index)} if name in OF_A_CHIP and device.type == "npu" else {}
 
 
 def _canonical(name: str) -> Any:
@@ -51,14 +62,14 @@ def _define(name: str, function: Callable[..., Any]) -> None:
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = next(t for t in args if isinstance(t, torch.Tensor)).device.type
-        if device != "npu" and launch.runner is None:
+        device = _device(args)
+        if device.type != "npu" and launch.runner is None:
             raise KernelError(
-                f"the tensors are on {device}", where=f"{NAMESPACE}::{name}", remedy="use target=reference"
+                f"the tensors are on {device.type}", where=f"{NAMESPACE}::{name}", remedy="use target=reference"
             )
         try:
-            with torch.autocast(device, enabled=False):
-                return function(*args, **kwargs)
+            with torch.autocast(device.type, enabled=False):
+                return function(*args, **kwargs, **placed(name, args))
         except ValueError as error:
             raise KernelError(str(error), where=f"{name} (ascend)", remedy="use target=reference") from error
 
@@ -104,7 +115,7 @@ for _name in KERNEL_MODULES:
         _define_gradient(_name, own=f"{_name}_backward" in KERNEL_MODULES)
 
 
-def unserved(name: str, *args: Any, chip: str = "910B3", **kwargs: Any) -> str | None:
+def unserved(name: str, *args: Any, chip: str = DEFAULT_CHIP, **kwargs: Any) -> str | None:
     """Why a call of a canonical op has no kernel of this target (it then runs as its reference), or None.
 
     Args:
@@ -126,7 +137,8 @@ def unserved(name: str, *args: Any, chip: str = "910B3", **kwargs: Any) -> str |
 
 def _rule(name: str) -> Callable[[Graph, fx.Node], fx.Node | None]:
     def lower(graph: Graph, node: fx.Node) -> fx.Node | None:
-        if unserved(name, *map(graph.value, node.args), **node.kwargs) is not None:
+        values = [graph.value(a) for a in node.args]  # type: ignore[arg-type]
+        if unserved(name, *values, **placed(name, values), **node.kwargs) is not None:
             return None
         return graph.call_like(node, _own(name), *node.args, **node.kwargs)
 

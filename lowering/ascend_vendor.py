@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from latentscan.kernels.triton_ascend import latent_decode
+from latentscan.kernels.triton_ascend.tiles import DEFAULT_CHIP
 from latentscan.lowering.npu import vendor
 from latentscan.lowering.reference_attention import attention_sdpa, latent_attention_torch
 
@@ -48,11 +50,9 @@ def attention(
 def latent_attention(
     q_latent: Tensor, q_rope: Tensor | None, latent: Tensor, k_rope: Tensor | None, mask: Tensor | None = None,
     padding: Tensor | None = None, sinks: Tensor | None = None, cu_seqlens: Tensor | None = None, *, kind: Any,
-    scale: float, window: int | None = None, softcap: float | None = None,
+    scale: float, window: int | None = None, softcap: float | None = None, chip: str = DEFAULT_CHIP,
 ) -> Tensor:  # fmt: skip
     """The canonical latent attention: one query token by the vendor's operator or our kernel, else plain torch."""
-    from latentscan.kernels.triton_ascend import latent_decode
-
     one = q_rope is not None and k_rope is not None and q_latent.shape[2] == 1
     if one and serves(q_latent, mask, sinks, cu_seqlens, window, softcap):
         assert q_rope is not None and k_rope is not None
@@ -64,8 +64,8 @@ def latent_attention(
                 q_latent, keys, keys, query_rope=q_rope, key_rope=k_rope, num_heads=q_latent.shape[1],
                 num_key_value_heads=1, input_layout="BNSD", scale=scale,
             )[0]  # fmt: skip
-        if latent_decode.refusal(q_latent, q_rope, latent, k_rope) is None:
-            return latent_decode.latent_decode(q_latent, q_rope, latent, k_rope, padding, scale=scale)
+        if latent_decode.refusal(q_latent, q_rope, latent, k_rope, chip) is None:
+            return latent_decode.latent_decode(q_latent, q_rope, latent, k_rope, padding, scale=scale, chip=chip)
     return latent_attention_torch(
         q_latent, q_rope, latent, k_rope, mask, padding, sinks, cu_seqlens, kind=kind, window=window, scale=scale,
         softcap=softcap,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,37 @@ TARGETS: dict[str, str] = {
 
 TRITON = importlib.util.find_spec("triton") is not None
 
+_LOWER = re.compile(r"(^|,)\s*lower\s*(?:\{([^{}]*)\})?\s*$")
+
 Lowering = Callable[[Graph, fx.Node], "fx.Node | None"]
+
+
+def split_target(pipeline: str, target: str = "auto") -> tuple[str, str]:
+    """(the passes, the target) of a pipeline that may end with ``lower{target=NAME}``, the last step of every run.
+
+    Args:
+        target: what was asked for beside the pipeline.
+
+    Raises:
+        PipelineError: no target or another option in the braces, an unknown target, or two that differ.
+    """
+    match = _LOWER.search(pipeline)
+    if match is None:
+        return pipeline, target
+    options = [part.partition("=") for part in (match[2] or "").split(",") if part.strip()]
+    given = {key.strip(): value.strip() for key, _, value in options}
+    if set(given) != {"target"} or len(options) != 1:
+        raise PipelineError(
+            f"lower takes one option, target, and is given {match[2] or 'none'}", remedy="write lower{target=NAME}"
+        )
+    named = given["target"]
+    if named != "auto" and named not in TARGETS:
+        raise PipelineError(f"there is no target {named!r}", remedy=f"use one of: auto, {', '.join(TARGETS)}")
+    if "auto" not in (target, named) and target != named:
+        raise PipelineError(
+            f"the pipeline ends with lower{{target={named}}}, and target={target} is given", remedy="name one target"
+        )
+    return pipeline[: match.start()], named if target == "auto" else target
 
 
 def resolve_target(target: str, device: Any = None) -> str:

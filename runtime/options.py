@@ -17,8 +17,9 @@ class Options:
     """What ``wrap`` and ``torch.compile(..., options={...})`` take.
 
     Attributes:
-        pipeline: passes as text, such as ``latent-cache,mla-absorb``; empty: canonical form only.
-        target: ``auto``, ``reference`` (later: ``triton``, ``ascend``).
+        pipeline: passes as text, such as ``latent-cache,mla-absorb``; empty: canonical form only. It may end with
+            ``lower{target=NAME}``, which says the same as ``target``.
+        target: ``auto``, ``reference``, ``triton`` or ``ascend``.
         inductor: ``auto`` (on for GPUs), ``on`` or ``off``: what compiles the rest of the graph.
         check: compare the numbers after every pass: False, True, or {pass name or "default": tolerance}.
         dump: folder for a dump of every pass, or None.
@@ -49,6 +50,11 @@ class Options:
                     remedy=f"the options are {', '.join(sorted(known))}{nearest(name, known)}",
                 )
         made = cls(**(given or {}))
+        if isinstance(made.pipeline, str):
+            from latentscan.lowering.select import split_target
+
+            passes, target = split_target(made.pipeline, made.target)
+            made = dataclasses.replace(made, pipeline=passes, target=target)
         made.validate()
         return made
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from latentscan import __version__
+from latentscan.tools.broken_npu import set_aside
 
 OK, CHECK_FAILED, BAD_INPUT = 0, 1, 2
 
@@ -122,8 +123,10 @@ def plan_verb(
     as_json: Json = False,
 ) -> None:
     """What a pipeline would do and cost; needs no weights and no accelerator."""
+    from latentscan.lowering.select import split_target
     from latentscan.passes.pipeline import parse
 
+    pipeline, _ = split_target(pipeline)  # what is planned is the same for all
     parse(pipeline)  # before anything slow
     with progress("planning") as step:
         from latentscan.runtime.source import resolve
@@ -328,10 +331,12 @@ def emit_verb(
 ) -> None:
     """Graph, kernels, tilings and build script for a target; needs no weights and no accelerator."""
     from latentscan.ir.errors import PipelineError
+    from latentscan.lowering.select import split_target
     from latentscan.passes.pipeline import parse
 
     if target != "ascend":
         raise PipelineError(f"nothing is emitted for target {target!r}", remedy="use --target ascend")
+    pipeline, _ = split_target(pipeline, target)
     parse(pipeline)
     with progress("emitting") as step:
         from latentscan.runtime.source import resolve
@@ -392,6 +397,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.raiseExceptions = False  # torch 2.11 prints a traceback where it fails to log its own metrics
     try:
         try:
+            if given and not {"--help", "--version"} & set(given):
+                set_aside(lambda text: typer.echo(f"latentscan: {text}", err=True))
             app(given, prog_name="latentscan")
         finally:
             sys.stdout.flush()  # what cannot be written must be told by the exit status

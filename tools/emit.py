@@ -94,7 +94,7 @@ def emit(
             lowered = graph.copy()
             lower(lowered, "ascend")
             graphs[f"graph/{name}-lowered.txt"] = graph_text(lowered) + "\n"
-    shapes = _shapes(sites)
+    shapes = _shapes(sites, chip, kind)
     index = {
         "schema": SCHEMA, "latentscan": __version__, "model": source.text, "pipeline": to_text(passes), "chip": chip,
         "dtype": str(kind).removeprefix("torch."), "batch": batch, "seq": seq, "train": train, "note": NOTE,
@@ -170,7 +170,10 @@ def _tiling(graph: Graph, node: fx.Node, name: str, chip: str, batch: int, seq: 
     if name == "state_update":
         (H, P, N), G = (int(n) for n in values[0].shape[1:]), int(values[4].shape[1])
         sizes = {"H": H, "P": P, "G": G, "N": N}
-        return {"kernel": name, "options": _options(node, values), "sizes": sizes, "channels": update_tile(P, N, chip)}
+        return {
+            "kernel": name, "options": _options(node, values), "sizes": sizes, "channels": update_tile(P, N, chip),
+            "rates": "per state" if values[3].dim() == 2 else "per head",
+        }  # fmt: skip
     return {"kernel": name}
 
 
@@ -187,13 +190,21 @@ def _options(node: fx.Node, values: list[Any]) -> dict[str, Any]:
     }
 
 
-def _shapes(sites: list[dict[str, Any]]) -> dict[str, ascendc.Shape]:
-    """Folder name -> shape, for every shape of a scan that the AscendC templates take."""
+def _shapes(sites: list[dict[str, Any]], chip: str, dtype: torch.dtype) -> dict[str, ascendc.Shape]:
+    """Folder name -> shape, for every shape of a scan that the AscendC templates take; each site is told why not."""
     found: dict[str, ascendc.Shape] = {}
     for site in sites:
         if site.get("kernel") not in ("chunk_scan", "state_update"):
             continue
         try:
+            if chip != "910B3":
+                raise ValueError(f"the AscendC templates are written for the 910B, not for {chip}")
+            if dtype != torch.float16:
+                raise ValueError(
+                    f"the AscendC templates take float16, the model is {str(dtype).removeprefix('torch.')}"
+                )
+            if site.get("rates") == "per state":
+                raise ValueError("the AscendC templates take one A a head, here it differs by state")
             shape = ascendc.Shape.choose(**site["sizes"], **site["options"])
         except ValueError as error:
             site["ascendc"] = f"not emitted: {error}"
@@ -226,7 +237,9 @@ done
 def _readme(index: dict[str, Any]) -> str:
     rows: dict[tuple[str, str, str], int] = {}
     for site in index["sites"]:
-        key = (site["graph"], site["op"], site["kernel"] + (f": {site['why']}" if "why" in site else ""))
+        told = [site["kernel"]] + ([site["why"]] if "why" in site else [])
+        told += [f"AscendC {site['ascendc']}"] if site.get("ascendc", "").startswith("not") else []
+        key = (site["graph"], site["op"], ": ".join(told))
         rows[key] = rows.get(key, 0) + 1
     table = "\n".join(f"| {graph} | {op} | {count} | {kernel} |" for (graph, op, kernel), count in rows.items())
     return f"""# {index["model"]} for Ascend {index["chip"]}
@@ -235,8 +248,9 @@ Made by latentscan {index["latentscan"]}. {NOTE} What was checked instead is tol
 
 - `graph/`: the model after the passes, before and after the lowering.
 - `triton/`: the Triton kernels and their host code, as in the package; `tilings.json`: every site with its tiles.
-- `ascendc/`, if there is a scan: its forward and the decode step as AscendC for each shape, with the plan of launches
-  (JSON) and the tiling data (64-bit little-endian words) for batch {index["batch"]} and {index["seq"]} tokens.
+- `ascendc/`, if there is a scan that the templates take: its forward and the decode step as AscendC for each shape,
+  with the plan of launches (JSON) and the tiling data (64-bit little-endian words) for batch {index["batch"]} and
+  {index["seq"]} tokens.
 - `build.sh`: builds the AscendC kernels where CANN is.
 
 | graph | op | sites | kernel |

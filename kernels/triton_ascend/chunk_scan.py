@@ -15,7 +15,7 @@ from torch import Tensor
 
 from latentscan.kernels.reference.ssm_common import check_limits, heads_of
 from latentscan.kernels.triton_ascend.launch import Kernel, launch
-from latentscan.kernels.triton_ascend.tiles import ChunkTiles, chunk_tiles, power
+from latentscan.kernels.triton_ascend.tiles import DEFAULT_CHIP, ChunkTiles, chunk_tiles, power
 
 CUMSUM = Kernel("chunk_scan_kernels", "cumsum_kernel")
 STATE = Kernel("chunk_scan_kernels", "state_kernel")
@@ -85,7 +85,7 @@ def rows(t: Tensor, Q: int) -> Tensor:
     return t if t.stride(-1) == 1 and Q * t.stride(1) < 1 << 31 else t.contiguous()
 
 
-def refusal(x: Tensor, B: Tensor, chip: str = "910B3") -> str | None:
+def refusal(x: Tensor, B: Tensor, chip: str = DEFAULT_CHIP) -> str | None:
     """Why the kernels do not take such tensors, or None."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         return f"x is {x.dtype}; the Ascend kernels take float16 and bfloat16"
@@ -97,7 +97,7 @@ def refusal(x: Tensor, B: Tensor, chip: str = "910B3") -> str | None:
 def problem(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     seq_idx: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int, dt_softplus: bool, dt_min: float, dt_max: float,
-    chip: str = "910B3", tiles: ChunkTiles | None = None,
+    chip: str = DEFAULT_CHIP, tiles: ChunkTiles | None = None,
 ) -> Problem:  # fmt: skip
     """Check a call.
 
@@ -201,7 +201,7 @@ def chunk_scan(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
-    chip: str = "910B3", tiles: ChunkTiles | None = None,
+    chip: str = DEFAULT_CHIP, tiles: ChunkTiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y like x and the fp32 final state [b, H, P, N]; see :func:`latentscan.kernels.reference.ssm.chunk_scan`.
 

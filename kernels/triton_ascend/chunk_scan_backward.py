@@ -18,7 +18,7 @@ from latentscan.kernels.triton_ascend.chunk_scan import (
     strides,
 )
 from latentscan.kernels.triton_ascend.launch import Kernel, launch
-from latentscan.kernels.triton_ascend.tiles import ChunkTiles, backward_tiles, power
+from latentscan.kernels.triton_ascend.tiles import DEFAULT_CHIP, ChunkTiles, backward_tiles, power
 
 GATE = Kernel("chunk_scan_backward_kernels", "gate_kernel")
 KEPT = Kernel("chunk_scan_backward_kernels", "kept_kernel")
@@ -56,7 +56,7 @@ def chunk_scan_backward(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
-    chip: str = "910B3", tiles: ChunkTiles | None = None,
+    chip: str = DEFAULT_CHIP, tiles: ChunkTiles | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of :func:`latentscan.kernels.triton_ascend.chunk_scan.chunk_scan`.
 

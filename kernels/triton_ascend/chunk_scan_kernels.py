@@ -2,6 +2,7 @@
 
 Decay is kept per token as ``cum``, the running sum of ``A step`` within its chunk, every term clamped to [-111, 0]. The
 first token of a packed sequence has the term -111: the state before it vanishes, and no other kernel knows of packing.
+These terms are counted apart and added at the end, since small terms would lose their bits beside a sum of many.
 A program serves one unit; units are numbered from ``first``, because one launch may not have more than 65 535.
 """
 
@@ -39,8 +40,10 @@ def cumsum_kernel(
     decay = tl.minimum(tl.maximum(decay, GONE), 0.0)
     if PACKED:
         start = tl.load(starts + b * L + c * Q + q, mask=q < L - c * Q, other=0.0)
-        decay = tl.where((start > 0.0)[:, None], GONE, decay)
+        decay = tl.where((start > 0.0)[:, None], 0.0, decay)
     total = tl.cumsum(decay, axis=0)
+    if PACKED:
+        total += (tl.cumsum(start, axis=0) * GONE)[:, None]
     to = ((b * H + h)[:, None] * NC + c) * Q + q[None, :]
     tl.store(cum + to, tl.trans(total), mask=(h < H)[:, None])
     tl.store(step + to, tl.trans(value), mask=(h < H)[:, None])

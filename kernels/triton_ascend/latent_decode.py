@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from latentscan.kernels.triton_ascend.launch import Kernel, launch
-from latentscan.kernels.triton_ascend.tiles import DecodeTiles, decode_tiles, power
+from latentscan.kernels.triton_ascend.tiles import DEFAULT_CHIP, DecodeTiles, decode_tiles, power
 
 SPLIT = Kernel("latent_decode_kernels", "split_kernel")
 JOIN = Kernel("latent_decode_kernels", "join_kernel")
 UNITS = 48  # enough splits to give every vector core one
 
 
-def refusal(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, chip: str = "910B3") -> str | None:
+def refusal(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, chip: str = DEFAULT_CHIP) -> str | None:
     """Why the kernel does not take such tensors, or None."""
     if q_latent.dtype not in (torch.float16, torch.bfloat16):
         return f"queries are {q_latent.dtype}; the Ascend kernels take float16 and bfloat16"
@@ -26,9 +26,14 @@ def refusal(q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, ch
     return None
 
 
+def _near(t: Tensor, count: int) -> Tensor:
+    """``t`` with neighbouring elements in its last axis, and ``count`` rows of it within 2^31 elements."""
+    return t if t.stride(-1) == 1 and count * t.stride(1) < 1 << 31 else t.contiguous()
+
+
 def latent_decode(
     q_latent: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, padding: Tensor | None = None,
-    *, scale: float, chip: str = "910B3", tiles: DecodeTiles | None = None, splits: int | None = None,
+    *, scale: float, chip: str = DEFAULT_CHIP, tiles: DecodeTiles | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
     """[b, H, 1, C] of q_latent [b, H, 1, C], q_rope [b, H, 1, R], latent [b, T, C], k_rope [b, 1, T, R].
 
@@ -45,9 +50,10 @@ def latent_decode(
     T, R = latent.shape[1], k_rope.shape[3]
     tiles = tiles or decode_tiles(C, R, chip)
     assert tiles is not None
-    q, r = (t[:, :, 0] if t.stride(-1) == 1 else t[:, :, 0].contiguous() for t in (q_latent, q_rope))
+    # What is multiplied in 32 bits, the step between heads and between keys of a tile, is kept within them.
+    q, r = (_near(t[:, :, 0], max(H, tiles.heads)) for t in (q_latent, q_rope))
     k = k_rope[:, 0]
-    k, latent = (t if t.stride(-1) == 1 and tiles.keys * t.stride(1) < 1 << 31 else t.contiguous() for t in (k, latent))
+    k, latent = (_near(t, tiles.keys) for t in (k, latent))
     blocks = -(-H // tiles.heads)
     splits = splits or max(1, min(-(-T // tiles.keys), UNITS // (b * blocks) or 1))
     per = -(-T // (splits * tiles.keys)) * tiles.keys

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from latentscan.kernels.reference.ssm_common import ACTIVATIONS, check_limits, heads_of, segment_numbers
 from latentscan.kernels.triton_ascend.launch import Kernel, launch
-from latentscan.kernels.triton_ascend.tiles import CONV_CHANNELS, CONV_TOKENS, NORM_BLOCK, power, update_tile
+from latentscan.kernels.triton_ascend.tiles import (
+    CONV_CHANNELS,
+    CONV_TOKENS,
+    DEFAULT_CHIP,
+    NORM_BLOCK,
+    power,
+    update_tile,
+)
 
 CONV = Kernel("mixer_kernels", "conv_kernel")
 NORM = Kernel("mixer_kernels", "norm_kernel")
@@ -93,7 +100,7 @@ def gated_rms_norm(
 def state_update(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-    *, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"), chip: str = "910B3",
+    *, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"), chip: str = DEFAULT_CHIP,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y as x, new state); see :func:`latentscan.kernels.reference.ssm.state_update`.
 

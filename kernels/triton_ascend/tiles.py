@@ -29,6 +29,8 @@ CHIPS = {
     "950": Chip("950", ub=248 * KIB, l1=512 * KIB, l0a=64 * KIB, l0b=64 * KIB, l0c=256 * KIB),
 }
 
+DEFAULT_CHIP = "910B3"  # where there is no NPU to ask
+
 HEAD_DIMS = (32, 64, 128)  # tiles of head_dim; a smaller one is padded
 D_STATES = (32, 64, 128, 256)  # tiles of d_state
 CHUNKS = (256, 128, 64, 32)  # tried from the longest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,24 @@ def scan_inputs(
     return {**given_, **padded, "starts": F.pad(starts, (0, padding))}, truth
 
 
-def scan_errors(library: Path, s: Shape, b: int, L: int, seed: int = 0) -> tuple[float, float]:
+def many_sequences(given_: dict[str, Tensor], truth: dict[str, Tensor], L: int) -> None:
+    """Half of the tokens a sequence each, then a long one with small steps, whose decays must not lose their bits."""
+    starts = torch.zeros_like(truth["seq_idx"]).float()
+    starts[:, 1 : L // 2 + 1] = 1
+    for name in ("dt", "dt_bias", "bias"):
+        for tensors in (given_, truth):
+            if name in tensors:
+                tensors[name] = torch.full_like(tensors[name], -2.5)
+    truth["seq_idx"] = starts.cumsum(1).int()
+    given_["starts"] = F.pad(starts, (0, given_["starts"].shape[1] - L))
+
+
+def scan_errors(
+    library: Path, s: Shape, b: int, L: int, seed: int = 0, change: Callable[..., None] | None = None
+) -> tuple[float, float]:
     given_, truth = scan_inputs(s, b, L, seed)
+    if change:
+        change(given_, truth, L)
     out = run(library, chunk_scan_plan(s, b, L), given_)
     y, last = ssm.chunk_scan(
         **{k: exact(v) for k, v in truth.items()}, chunk_size=s.Q, dt_softplus=s.softplus, dt_min=s.dt_min,
@@ -88,6 +105,13 @@ def scan_errors(library: Path, s: Shape, b: int, L: int, seed: int = 0) -> tuple
 @given(st.integers(1, 3), st.integers(1, 70), st.integers(0, 99))
 def test_the_scan_equals_fp64(library, b: int, L: int, seed: int):
     assert max(scan_errors(library, SMALL, b, L, seed)) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_many_packed_sequences_leave_the_decays_their_bits(tmp_path):
+    shape = Shape(2, 32, 1, 16, 64)
+    library = build(shape, tmp_path, None, "-O1")
+    assert max(scan_errors(library, shape, 2, 64, change=many_sequences)) <= TOLERANCE
 
 
 def test_one_step_equals_fp64(library):
@@ -148,6 +172,28 @@ SABOTAGES = {
         "AscendC::Add(b[by * LANES], a[by * LANES], a[0], (Q - by) * LANES);",
         "AscendC::Add(a[by * LANES], a[by * LANES], a[0], (Q - by) * LANES);", "overlap",
     ),
+    "a load that is read before its queue passed it on": (
+        "      score = score_in.DeQue<float>();\n", "", "race: a vector source of what the loads wrote",
+    ),
+    "a store that does not wait for what is stored": (
+        "      made = weight_out.DeQue<half>();\n", "", "race: a store of what the vector pipe wrote",
+    ),
+    "a product of fractals that have not come": (
+        "    right = b2.template DeQue<half>();\n", "", "race: Mmad of what the loads to L0 wrote",
+    ),
+    "Fixpipe before the product": (
+        "    product = c1.template DeQue<float>();\n", "", "race: Fixpipe of what the cube wrote",
+    ),
+    "use after it was freed": (
+        "      AscendC::Exp(decay, cum_t, Q);\n      cum_in.FreeTensor(cum_t);\n",
+        "      cum_in.FreeTensor(cum_t);\n      AscendC::Exp(decay, cum_t, Q);\n",
+        "a vector source of a freed buffer",
+    ),
+    "a load beside the queues": (
+        "      AscendC::DataCopy(vector[Q], steps[at], Q);\n",
+        "      AscendC::DataCopy(vector[Q], steps[at], Q);\n"
+        "      AscendC::DataCopy(vectors.Get<float>()[0], cums[at], Q);\n", "in no queue",
+    ),
     "a buffer that is not freed": ("      score_in.FreeTensor(score);\n", "", "queue"),
     "vector work on a cube core": (
         "KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);\n  latentscan::Carry",
@@ -184,6 +230,13 @@ def test_the_host_counts_the_unified_buffer_itself(tmp_path):
     library = build(SMALL, tmp_path, None, "-O0", "-DLATENTSCAN_UB_BYTES=4096")
     with pytest.raises(HostError, match="capacity: UB needs"):
         scan_errors(library, SMALL, 1, 20)
+
+
+def test_the_kernels_know_nothing_of_the_host():
+    """What the host header has beyond the public interface is no part of what a kernel may be written with."""
+    for name in SOURCES:
+        text = re.sub(r"//.*", "", (HERE.parents[2] / "kernels" / "ascendc" / name).read_text())
+        assert not re.search(r"host::|\.data\b|\.memory\b|\.Aligned\(|\.Within\(|\.In\(", text), name
 
 
 def test_the_kernels_use_the_declared_interface_alone():

@@ -65,9 +65,15 @@ def test_wrap_refuses_the_target_before_it_touches_the_model():
 
 
 @pytest.mark.parametrize(
-    "error", [ImportError("libhccl.so: cannot open"), RuntimeError("CANN\nis missing"), OSError("so")]
-)
-def test_a_broken_torch_npu_is_reported_and_not_raised(monkeypatch, error: Exception):
+    "error",
+    [
+        ImportError("libhccl.so: cannot open"), RuntimeError("CANN\nis missing"), OSError("so"),
+        AttributeError("no _C"), KeyError("ASCEND_OPP_PATH"), AssertionError("version"), SyntaxError("bad"),
+        SystemExit("no CANN"),
+    ],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_a_broken_torch_npu_is_reported_and_not_raised(monkeypatch, error: BaseException):
     class Finder:
         @staticmethod
         def find_spec(name, path=None, target=None):
@@ -91,7 +97,7 @@ def test_a_broken_torch_npu_is_reported_and_not_raised(monkeypatch, error: Excep
 
 
 def test_a_complete_machine_is_served_and_only_on_its_npu(monkeypatch):
-    fake_torch_npu(monkeypatch, is_available=lambda: True)
+    fake_torch_npu(monkeypatch, is_available=lambda: True, get_device_name=lambda *_: "Ascend910B2")
     monkeypatch.setenv("ASCEND_HOME_PATH", "/somewhere")
     monkeypatch.setattr(npu, "_installed", lambda name: True)
     assert npu.missing() == []
@@ -100,6 +106,73 @@ def test_a_complete_machine_is_served_and_only_on_its_npu(monkeypatch):
         resolve_target("ascend", "cpu")
     fake_torch_npu(monkeypatch, is_available=lambda: False)
     assert npu.missing() == ["torch_npu finds no NPU"]
+
+
+@pytest.mark.parametrize("error", [AssertionError("odd"), AttributeError("npu"), ValueError("driver")])
+def test_a_torch_npu_that_cannot_look_for_an_npu_is_reported(monkeypatch, error: Exception):
+    def is_available():
+        raise error
+
+    fake_torch_npu(monkeypatch, is_available=is_available, __version__=None)
+    assert npu.missing()[0] == f"torch_npu cannot look for an NPU ({type(error).__name__}: {error})"
+    fake_torch_npu(monkeypatch)  # nothing is in it
+    assert npu.missing()[0].startswith("torch_npu cannot look for an NPU (AttributeError")
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [
+        ("Ascend910B1", "910B3"), ("Ascend910B3", "910B3"), ("Ascend910B4-1", "910B3"), ("Ascend910_9382", "910B3"),
+        ("Ascend950PR_9579", "950"), ("Ascend910_9589", "950"),
+    ],
+)  # fmt: skip
+def test_the_npu_says_which_tiles_its_kernels_take(monkeypatch, name: str, tiles: str):
+    asked = []
+
+    def get_device_name(*index):
+        asked.append(index)
+        return name
+
+    fake_torch_npu(monkeypatch, is_available=lambda: True, get_device_name=get_device_name)
+    assert npu.chip() == npu.chip(3) == tiles and tiles in CHIPS
+    assert asked == [(), (3,)]
+
+
+@pytest.mark.parametrize("name", ["Ascend310P3", "Ascend910", "Ascend910A", "Ascend1000", "", None])
+def test_an_npu_without_tiles_is_refused_by_its_name(monkeypatch, name):
+    fake_torch_npu(monkeypatch, is_available=lambda: True, get_device_name=lambda *_: name)
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/somewhere")
+    monkeypatch.setattr(npu, "_installed", lambda name: True)
+    assert npu.missing() == [f"there are no tiles for the NPU {name}"]
+    with pytest.raises(PipelineError, match="there are no tiles for the NPU"):
+        resolve_target("ascend", "npu")
+    assert resolve_target("auto", "npu") == "reference"
+
+
+def test_ops_take_the_tiles_of_the_npu_that_their_tensors_are_on(monkeypatch):
+    """The device type npu does not exist here: a name of it is put in place of what a tensor says it is on."""
+    made: list[tuple[str, str]] = []
+    for op in ("chunk_scan", "chunk_scan_backward", "state_update"):
+        module = importlib.import_module(f"latentscan.kernels.triton_ascend.{ascend.KERNEL_MODULES[op]}")
+        monkeypatch.setattr(module, op, lambda *_, chip, op=op, **__: made.append((op, chip)))
+
+    def refusal(*tensors_and_chip) -> str:
+        made.append(("latent", tensors_and_chip[4]))
+        return "none fits"
+
+    monkeypatch.setattr(ascend_vendor.latent_decode, "refusal", refusal)
+    monkeypatch.setattr(npu, "chip", lambda index=None: {0: "910B3", 1: "950"}[index])
+    monkeypatch.setattr(ascend, "_device", lambda args: types.SimpleNamespace(type="npu", index=1))
+    assert ascend.placed("chunk_scan", (torch.zeros(1),)) == {"chip": "950"}
+    assert ascend.placed("gated_rms_norm", (torch.zeros(1),)) == {}
+    for op in ("chunk_scan", "chunk_scan_backward", "state_update"):
+        ascend._kernel(op)(torch.zeros(1), **ascend.placed(op, (torch.zeros(1),)))
+    assert made == [("chunk_scan", "950"), ("chunk_scan_backward", "950"), ("state_update", "950")]
+    q, r = torch.zeros(1, 2, 1, 64).half(), torch.zeros(1, 2, 1, 16).half()
+    ascend_vendor.latent_attention(
+        q, r, torch.zeros(1, 3, 64).half(), torch.zeros(1, 1, 3, 16).half(), kind="full", scale=1.0, chip="950"
+    )
+    assert made[-1] == ("latent", "950")
 
 
 def test_an_op_on_the_cpu_says_that_it_is_not_for_it():

@@ -147,7 +147,12 @@ def test_the_hook_of_the_librarys_checkpointing_is_never_traced(monkeypatch):
     model.gradient_checkpointing_enable()
     hooks, seen = model.get_input_embeddings()._forward_hooks, []
     capture = wrapping.capture
-    monkeypatch.setattr(wrapping, "capture", lambda *a, **k: seen.append(len(hooks)) or capture(*a, **k))
+
+    def counting(*arguments, **options):
+        seen.append(len(hooks))
+        return capture(*arguments, **options)
+
+    monkeypatch.setattr(wrapping, "capture", counting)
     assert len(hooks) == 1
     wrapping.planning_graph(model)
     assert seen == [0] and len(hooks) == 1

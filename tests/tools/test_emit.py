@@ -7,6 +7,7 @@ import os
 import subprocess
 
 import pytest
+import torch
 
 from latentscan.ir.errors import CheckpointError
 from latentscan.kernels.ascendc.emit import SOURCES
@@ -85,6 +86,29 @@ def test_bad_input_is_one_message_and_status_2(arguments, told, tmp_path, capsys
     error = capsys.readouterr().err
     assert told in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"dtype": "bfloat16"}, "the AscendC templates take float16, the model is bfloat16"),
+        ({"chip": "950"}, "the AscendC templates are written for the 910B, not for 950"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_the_ascendc_templates_do_not_compute_is_not_emitted_and_told(options, why, tmp_path):
+    index = emit(resolve("tiny:mamba2"), tmp_path / "out", seq=1000, **options)
+    scans = [s for s in index["sites"] if s["kernel"] in ("chunk_scan", "state_update")]
+    assert scans and {s["ascendc"] for s in scans} == {f"not emitted: {why}"}
+    assert index["ascendc"] == {} and not (tmp_path / "out" / "ascendc").exists()
+    assert why in (tmp_path / "out" / "README.md").read_text()
+    assert {s["op"] for s in index["sites"]} >= {"chunk_scan", "state_update"}
+
+
+def test_rates_per_state_are_no_matter_of_the_templates():
+    site = {"kernel": "state_update", "rates": "per state", "sizes": {"H": 2, "P": 16, "G": 1, "N": 16}, "options": {}}
+    assert emitting._shapes([site], "910B3", torch.float16) == {} and "differs by state" in site["ascendc"]
+    assert emitting._shapes([{**site, "rates": "per head"}], "910B3", torch.float16)
 
 
 @pytest.mark.slow

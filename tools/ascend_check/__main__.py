@@ -128,6 +128,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     chips = ["910B3", "950"] if options.chip == "all" else [options.chip]
     console = Console(stderr=True, emoji=False)
+    if options.match and not any(
+        [case for case in cases() if options.match in case.name]
+        + [entry for chip in chips for entry in shipped(chip) if options.match in entry.call.kernel.name]
+    ):
+        parser.error(f"--match {options.match}: no kernel and no run has it in its name")
+    if options.table and (options.match or options.chip != "all"):
+        parser.error("--table is written from a whole check: leave out --match and --chip")
+    if options.json and not os.access(options.json.absolute().parent, os.W_OK):
+        parser.error(f"--json {options.json}: its folder is not there or cannot be written")
     if options.table:
         try:
             check_marks(options.table.read_text(encoding="utf-8"))

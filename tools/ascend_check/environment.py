@@ -47,6 +47,13 @@ class Environment:
         return found
 
     @property
+    def whole(self) -> bool:
+        """Whether Python, the vendor's Triton and the vendor's compiler are there."""
+        packages = list((self.folder / "venv" / "lib").glob("python3*/site-packages"))
+        inside = ("triton/backends/ascend", "ascendnpuir/bin/bishengir-compile", "ascendnpuir/bin/bishengir-opt")
+        return self.python.exists() and len(packages) == 1 and all((packages[0] / path).exists() for path in inside)
+
+    @property
     def packages(self) -> Path:
         """The folder whose child ``latentscan`` is our package, without the packages that lie beside it."""
         return self.folder / "link"
@@ -67,9 +74,17 @@ def ensure(folder: Path, pip_args: Sequence[str] = (), say: Callable[[str], None
         raise UnavailableError(f"the vendor's compiler runs on Linux ({', '.join(MACHINES)}), not here")
     if shutil.which("gcc") is None:
         raise UnavailableError("gcc, which links what is run on the CPU, is not installed")
+    try:
+        _make(environment, pip_args, say)
+    except OSError as error:
+        raise UnavailableError(f"its environment cannot be made in {environment.folder}: {error}") from error
+    return environment
+
+
+def _make(environment: Environment, pip_args: Sequence[str], say: Callable[[str], None]) -> None:
     stamp = environment.folder / "installed"
     wanted = hashlib.sha256(REQUIREMENTS.read_bytes() + sys.version.encode()).hexdigest()
-    if not (stamp.exists() and stamp.read_text() == wanted and environment.python.exists()):
+    if not (stamp.exists() and stamp.read_text() == wanted and environment.whole):
         stamp.unlink(missing_ok=True)
         environment.folder.mkdir(parents=True, exist_ok=True)
         say("making the checking environment (about 230 MB are fetched once)")
@@ -90,4 +105,3 @@ def ensure(folder: Path, pip_args: Sequence[str] = (), say: Callable[[str], None
     if not link.is_symlink() or link.resolve() != root.resolve():
         link.unlink(missing_ok=True)
         link.symlink_to(root, target_is_directory=True)
-    return environment

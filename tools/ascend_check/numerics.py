@@ -84,7 +84,14 @@ def scan_case(
     init: bool = False, packed: str = "", softplus: bool = False, limits: tuple[float, float] = (0.0, float("inf")),
     view: bool = False, backward: bool = False, most: int | None = None,
 ) -> Case:  # fmt: skip
-    """A chunk scan. D: "", "head" or "channel"; packed: "", "seq_idx" or "cu_seqlens"; view: x and z are slices."""
+    """A chunk scan.
+
+    Args:
+        D: "", "head" or "channel".
+        packed: "", "seq_idx", "cu_seqlens", or "many": a hundred sequences of one token before a long one, with small
+            steps, whose decays must not lose their bits.
+        view: x is a slice.
+    """
     draw = _Draw(len(name) + L)
     wide = draw.half(b, L, H, 2 * P)
     x = wide[..., :P] if view else wide[..., :P].contiguous()
@@ -96,6 +103,9 @@ def scan_case(
         for row in range(b):
             seq_idx[row, L // 3 + row :] += 1
             seq_idx[row, L - 2 :] += 1
+    elif packed == "many":
+        seq_idx = torch.arange(L, dtype=torch.int32).clamp(max=100).expand(b, L).contiguous()
+        dt = torch.full((b, L, H), 0.01)
     elif packed:
         cu_seqlens = torch.tensor([0, L // 4, L // 4 + 1, L], dtype=torch.int32)
     inputs = (
@@ -140,6 +150,10 @@ def _mixer_cases() -> list[Case]:
         draw(b, H, P, N), draw.half(b, H, P), draw(b, H), -draw(H).abs(), draw.half(b, G, N), draw.half(b, G, N),
         draw(H, P), draw.half(b, H, P), draw(H),
     )  # fmt: skip
+    model = (
+        draw(b, H, P, N), draw.half(b, H, P), draw.half(b, H), -draw(H).abs(), draw.half(b, G, N), draw.half(b, G, N),
+        draw.half(H), None, draw.half(H),
+    )  # fmt: skip
     old = (
         draw(b, 24, 1, 16),
         draw.half(b, 24, 1),
@@ -154,6 +168,7 @@ def _mixer_cases() -> list[Case]:
             "conv, shorter than its filter", mixer.causal_conv1d, ssm_conv.causal_conv1d, short, {"activation": "none"}
         ),
         Case("state update", mixer.state_update, ssm.state_update, step, {"dt_softplus": True, "dt_min": 0.01}),
+        Case("state update, as in a model", mixer.state_update, ssm.state_update, model, {"dt_softplus": True}),
         Case("state update, Mamba-1", mixer.state_update, ssm.state_update, old, {"dt_softplus": True}, most=7),
     ]
     for before in (True, False):
@@ -173,6 +188,7 @@ def cases() -> list[Case]:
         ("a chunk and one", (1, 129, 2, 1, 32, 32), {"init": True, "softplus": True}),
         ("all inputs", (2, 150, 4, 2, 32, 64), {**everything, "limits": (0.05, 1.5), "view": True}),
         ("padded tiles", (1, 70, 3, 1, 48, 96), {**everything, "packed": "cu_seqlens"}),
+        ("many sequences", (2, 200, 4, 2, 32, 32), {"packed": "many", "init": True}),
         ("launches of 7", (1, 150, 4, 1, 32, 32), {"init": True, "most": 7}),
     ]
     made = [

@@ -11,14 +11,18 @@ from latentscan.kernels.triton_ascend import latent_decode, mixer
 from latentscan.kernels.triton_ascend.chunk_scan import chunk_scan
 from latentscan.kernels.triton_ascend.chunk_scan_backward import chunk_scan_backward
 from latentscan.kernels.triton_ascend.launch import Kernel
-from latentscan.kernels.triton_ascend.tiles import BACKWARD, DECODE, FORWARD, ChunkTiles
+from latentscan.kernels.triton_ascend.mixer import WIDTHS
+from latentscan.kernels.triton_ascend.tiles import BACKWARD, DECODE, FORWARD, ChunkTiles, decode_tiles
 from latentscan.tools.ascend_check.execute import recorded
 from latentscan.tools.ascend_check.toolchain import Call
 
 HEADS, GROUPS, LENGTH = 8, 2, 600
-UPDATE_STATES = ((64, 128), (64, 64), (64, 256), (128, 128), (64, 16), (1, 16))
-CONV_SHAPES = ((3328, 4), (5376, 4), (96, 2))
-NORM_SHAPES = ((5120, 5120), (4096, 512), (96, 96))
+# Sizes that reach every tile of the kernels whose tiles follow the sizes (a test holds that they do).
+UPDATE_STATES = (*((P, N) for P in (16, 32, 64) for N in (16, 32, 64, 128, 256, 512)), (128, 128), (48, 96), (1, 16))
+CONV_SHAPES = (*((D, W) for D in (16, 32, 64, 3328) for W in WIDTHS), (5376, 4), (96, 2))
+NORM_SHAPES = ((5120, 5120), (4096, 512), (96, 96), *((4096, 1 << i) for i in range(4, 12) if i != 9))
+SMALL_STATES = ((4, 4), (8, 4), (8, 8), (16, 8), (16, 16), (32, 16))  # whose pass takes a block of its own
+SMALL_LATENTS = (16, 32)  # whose splits are joined by a block of its own
 
 
 @dataclass(frozen=True)
@@ -34,16 +38,21 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 def _scan(
-    P: int, N: int, tiles: ChunkTiles, chip: str, backward: bool, dtype: torch.dtype, *, bare: bool = False
-) -> list[Call]:
-    """The launches of a scan with every optional input, or (bare) with none."""
+    P: int, N: int, tiles: ChunkTiles, chip: str, backward: bool, dtype: torch.dtype, *, bare: bool = False,
+    narrow: bool = False,
+) -> list[Call]:  # fmt: skip
+    """The launches of a scan with every optional input, or (bare) with none.
+
+    narrow: dt, its bias and D have x's type, as in a model; else they are fp32.
+    """
     x, B = _meta(2, LENGTH, HEADS, P, dtype=dtype), _meta(2, LENGTH, GROUPS, N, dtype=dtype)
-    dt, A = _meta(2, LENGTH, HEADS, dtype=torch.float32), _meta(HEADS, dtype=torch.float32)
+    kind = dtype if narrow else torch.float32
+    dt, A, bias = _meta(2, LENGTH, HEADS, dtype=kind), _meta(HEADS, dtype=torch.float32), _meta(HEADS, dtype=kind)
     state = _meta(2, HEADS, P, N, dtype=torch.float32)
     seq_idx = torch.zeros(2, LENGTH, dtype=torch.int32, device="meta")
-    D = _meta(HEADS, P, dtype=torch.float32)
+    D = _meta(HEADS, dtype=dtype) if narrow else _meta(HEADS, P, dtype=torch.float32)
     options = {"chunk_size": 256, "dt_softplus": not bare, "chip": chip, "tiles": tiles}
-    more = () if bare else (D, x, A, state, seq_idx)
+    more = () if bare else (D, x, bias, state, seq_idx)
     with recorded() as launched:
         if backward:
             chunk_scan_backward(x, None if bare else state, x, dt, A, B, B, *more, **options)  # type: ignore[arg-type]
@@ -67,7 +76,12 @@ def shipped(chip: str) -> list[Shipped]:
             if (P, N) == (64, 128):
                 add(_scan(P, N, tiles, chip, backward, torch.bfloat16), f"{tile} bf16")
                 add(_scan(P, N, tiles, chip, backward, torch.float16, bare=True), f"{tile} bare")
+                add(_scan(P, N, tiles, chip, backward, torch.float16, narrow=True), f"{tile} narrow")
+                add(_scan(P, N, tiles, chip, backward, torch.bfloat16, narrow=True), f"{tile} narrow bf16")
                 add(_scan(P - 16, N - 32, tiles, chip, backward, torch.float16), f"{tile}, of P48 N96")
+        for P, N in SMALL_STATES:
+            calls = _scan(P, N, table[chip][32, 32], chip, backward, torch.float16)
+            add([c for c in calls if c.kernel.name in ("pass_kernel", "kept_kernel")], f"of P{P} N{N}")
     for (C, R), decode in DECODE[chip].items():
         if decode is None:
             continue
@@ -78,6 +92,14 @@ def shipped(chip: str) -> list[Shipped]:
                 q, r, _meta(2, 900, C), _meta(2, 1, 900, R), padding, scale=1.0, chip=chip, tiles=decode
             )
         add([call for call, _ in launched], f"latent {C} rope {R} heads {decode.heads} keys {decode.keys}")
+    for C in SMALL_LATENTS:
+        small = decode_tiles(C, 16, chip)
+        assert small is not None
+        with recorded() as launched:
+            latent_decode.latent_decode(
+                _meta(2, 40, 1, C), _meta(2, 40, 1, 16), _meta(2, 900, C), _meta(2, 1, 900, 16), scale=1.0, chip=chip
+            )
+        add([call for call, _ in launched], f"latent {small.latent} rope 16, of {C}, bare")
     add(*_mixer(chip))
     return list(found)
 
@@ -88,6 +110,14 @@ def _mixer(chip: str) -> tuple[list[Call], str]:
             seq_idx = torch.zeros(2, 70, dtype=torch.int32, device="meta")
             weight, state = _meta(D, W), _meta(2, D, W - 1)
             mixer.causal_conv1d(_meta(2, 70, D), weight, _meta(D), state, seq_idx, activation="silu")
+        mixer.causal_conv1d(_meta(2, 70, 3328), _meta(3328, 4))
+        x = _meta(2, 3, 5120)
+        mixer.gated_rms_norm(x, None, _meta(5120), eps=1e-5, group_size=5120, norm_before_gate=False)
+        for dtype in (torch.bfloat16, torch.float32):
+            x = _meta(2, 3, 5120, dtype=dtype)
+            mixer.gated_rms_norm(x, x, _meta(5120, dtype=dtype), eps=1e-5, group_size=5120, norm_before_gate=False)
+            weight = _meta(3328, 4, dtype=dtype)
+            mixer.causal_conv1d(_meta(2, 70, 3328, dtype=dtype), weight, weight[:, 0], activation="silu")
         for D, size in NORM_SHAPES:
             for before in (False, True):
                 x = _meta(2, 3, D)
@@ -96,6 +126,12 @@ def _mixer(chip: str) -> tuple[list[Call], str]:
             x, A = _meta(2, HEADS, P), _meta(HEADS, N, dtype=torch.float32)
             state, bias = _meta(2, HEADS, P, N, dtype=torch.float32), _meta(HEADS, dtype=torch.float32)
             B = _meta(2, GROUPS, N)
+            if (P, N) == (64, 128):  # as in a model, and with nothing optional
+                half = _meta(HEADS)
+                mixer.state_update(
+                    state, x, _meta(2, HEADS), A[:, 0], B, B, half, None, half, dt_softplus=True, chip=chip
+                )
+                mixer.state_update(state.half(), x, _meta(2, HEADS), A[:, 0], B, B, chip=chip)
             mixer.state_update(
                 state, x, _meta(2, HEADS), A, B, B, _meta(HEADS, P), x, bias, dt_softplus=True, chip=chip
             )

@@ -4,7 +4,9 @@
 //
 // Checked, each with an exception: the capacity of every memory; every access within its tensor; 32-byte addresses of
 // vector instructions and copies, 512-byte fractals; a destination that overlaps a source it is not equal to; queue
-// discipline; vector work on cube cores and the other way round; scalar access to what another pipe has not finished.
+// discipline: what one pipe wrote goes through EnQue and DeQue before another pipe touches it, copies use queues alone,
+// nothing is used once it is freed; vector work on cube cores and the other way round; scalar access to what another
+// pipe has not finished.
 #ifndef LATENTSCAN_HOST_KERNEL_OPERATOR_H
 #define LATENTSCAN_HOST_KERNEL_OPERATOR_H
 
@@ -17,6 +19,8 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "core.h"
 
 #define __aicore__
 #define __global__
@@ -66,90 +70,6 @@ class half {
 };
 
 namespace AscendC {
-
-enum class TPosition { GM, A1, B1, A2, B2, CO1, VECIN, VECOUT, VECCALC };
-using QuePosition = TPosition;
-enum class HardEvent { V_S, S_V, S_MTE3, MTE2_S, MTE2_V, V_MTE3 };
-enum class RoundMode { CAST_NONE, CAST_RINT };
-enum pipe_t { PIPE_V, PIPE_ALL };
-
-namespace host {
-
-#ifndef LATENTSCAN_UB_BYTES
-#define LATENTSCAN_UB_BYTES (192 * 1024)
-#endif
-
-enum Memory { UB, L1, L0A, L0B, L0C, MEMORIES };
-inline const char *name_of(Memory m) {
-  static const char *names[] = {"UB", "L1", "L0A", "L0B", "L0C"};
-  return names[m];
-}
-
-[[noreturn]] inline void fail(const std::string &what) { throw std::runtime_error(what); }
-
-struct Range {
-  const uint8_t *begin, *end;
-  bool read_by_vector;
-};
-
-// One core: its memories, its place in the launch, and what its pipes have not finished.
-struct Core {
-  int64_t block = 0, blocks = 1;
-  int kind_of_core = 0;
-  std::vector<uint8_t> memory[MEMORIES];
-  size_t used[MEMORIES] = {};
-  size_t most[MEMORIES] = {};
-  bool scalar_pending = false;
-  std::vector<Range> arriving;  // loads that no scalar may read yet
-  std::vector<Range> computing;  // what the vector pipe writes, likewise
-
-  void start() {
-    size_t capacity[] = {LATENTSCAN_UB_BYTES, 512 * 1024, 64 * 1024, 64 * 1024, 128 * 1024};
-    for (int m = 0; m < MEMORIES; ++m) {
-      memory[m].assign(capacity[m] + 512, 0xFF);  // NaN until written
-      used[m] = 0;
-    }
-    scalar_pending = false;
-    arriving.clear();
-    computing.clear();
-  }
-  uint8_t *base(Memory m) {
-    auto address = reinterpret_cast<uintptr_t>(memory[m].data());
-    return memory[m].data() + (512 - address % 512) % 512;
-  }
-  uint8_t *take(Memory m, size_t bytes) {
-    if (memory[m].empty()) start();
-    size_t unit = m == UB ? 32 : 512, start_at = (used[m] + unit - 1) / unit * unit, capacity = memory[m].size() - 512;
-    if (start_at + bytes > capacity)
-      fail(std::string("capacity: ") + name_of(m) + " needs " + std::to_string(start_at + bytes) + " bytes, it has " +
-           std::to_string(capacity));
-    used[m] = start_at + bytes;
-    most[m] = std::max(most[m], used[m]);
-    return base(m) + start_at;
-  }
-};
-
-inline Core &core() {
-  static Core one;
-  return one;
-}
-
-inline Memory memory_of(TPosition position) {
-  switch (position) {
-    case TPosition::A1:
-    case TPosition::B1: return L1;
-    case TPosition::A2: return L0A;
-    case TPosition::B2: return L0B;
-    case TPosition::CO1: return L0C;
-    default: return UB;
-  }
-}
-
-inline void only(int kind, const char *what) {
-  if (core().kind_of_core != kind) fail(std::string("wrong core: ") + what);
-}
-
-}  // namespace host
 
 inline int64_t GetBlockIdx() { return host::core().block; }
 inline int64_t GetBlockNum() { return host::core().blocks; }
@@ -201,6 +121,8 @@ class LocalTensor {
   T GetValue(int64_t at) const {
     auto &core = host::core();
     const uint8_t *from = reinterpret_cast<const uint8_t *>(Within(at, 1, "a scalar read"));
+    auto *buffer = host::buffer_of(from);
+    if (buffer && buffer->free) host::fail("queue: a scalar read of a freed buffer");
     for (const auto &range : core.arriving)
       if (from >= range.begin && from < range.end) host::fail("race: a scalar read of a load that has not arrived");
     for (const auto &range : core.computing)
@@ -261,6 +183,7 @@ class TQue {
     for (auto &slot : slots)
       if (slot.state == FREE) {
         slot.state = TAKEN;
+        *host::buffer_of(slot.data) = {slot.data, slot.data + size, false, host::NO_PIPE};
         return LocalTensor<T>(slot.data, size, host::memory_of(P));
       }
     host::fail("queue: no free buffer of " + std::to_string(slots.size()));
@@ -276,11 +199,13 @@ class TQue {
     uint8_t *data = waiting.front();
     waiting.pop_front();
     Move(data, QUEUED, TAKEN, "DeQue");
+    host::buffer_of(data)->writer = host::NO_PIPE;
     return LocalTensor<T>(data, size, host::memory_of(P));
   }
   template <typename T>
   void FreeTensor(const LocalTensor<T> &tensor) {
     Move(tensor.data, TAKEN, FREE, "FreeTensor of a tensor that is not in use");
+    host::buffer_of(tensor.data)->free = true;
   }
 
  private:
@@ -310,7 +235,11 @@ class TPipe {
   void InitBuffer(TQue<P, DEPTH> &queue, int count, uint32_t bytes) {
     if (count > DEPTH) host::fail("queue: more buffers than its depth");
     if (bytes % 32) host::fail("alignment: a buffer of " + std::to_string(bytes) + " bytes");
-    for (int i = 0; i < count; ++i) queue.slots.push_back({host::core().take(host::memory_of(P), bytes), {}});
+    for (int i = 0; i < count; ++i) {
+      uint8_t *data = host::core().take(host::memory_of(P), bytes);
+      queue.slots.push_back({data, {}});
+      host::core().buffers.push_back({data, data + bytes, true, host::NO_PIPE});
+    }
     queue.size = bytes;
   }
   template <TPosition P>
@@ -371,6 +300,7 @@ template <typename T>
 void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, uint32_t count) {
   if (count * sizeof(T) % 32) host::fail("alignment: a copy of " + std::to_string(count * sizeof(T)) + " bytes");
   std::memcpy(to.Aligned(count, 32, "a load"), from.Within(0, count, "a load"), count * sizeof(T));
+  host::touches(to.data, host::LOADS, true, "a load");
   host::arrives(to.data, static_cast<int64_t>(count * sizeof(T)));
 }
 
@@ -378,6 +308,7 @@ template <typename T>
 void DataCopy(const GlobalTensor<T> &to, const LocalTensor<T> &from, uint32_t count) {
   if (count * sizeof(T) % 32) host::fail("alignment: a copy of " + std::to_string(count * sizeof(T)) + " bytes");
   std::memcpy(to.Within(0, count, "a store"), from.Aligned(count, 32, "a store"), count * sizeof(T));
+  host::touches(from.data, host::STORES, false, "a store");
 }
 
 template <typename T>
@@ -388,6 +319,7 @@ void DataCopyPad(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Da
   int64_t target = rounded + p.dstStride * 32 / static_cast<int64_t>(sizeof(T));
   for (int64_t i = 0; i < p.blockCount; ++i)
     std::memcpy(to[i * target].Aligned(rounded, 32, "a load"), from.Within(i * source, width, "a load"), p.blockLen);
+  host::touches(to.data, host::LOADS, true, "a load");
   host::arrives(to.data, p.blockCount * target * static_cast<int64_t>(sizeof(T)));
 }
 
@@ -398,6 +330,7 @@ void DataCopyPad(const GlobalTensor<T> &to, const LocalTensor<T> &from, const Da
   int64_t target = width + p.dstStride / static_cast<int64_t>(sizeof(T));
   for (int64_t i = 0; i < p.blockCount; ++i)
     std::memcpy(to.Within(i * target, width, "a store"), from[i * source].Aligned(width, 32, "a store"), p.blockLen);
+  host::touches(from.data, host::STORES, false, "a store");
 }
 
 // Rows to fractals: element (n, d) goes to block d / 16 of dstNzC0Stride rows of 16.
@@ -405,6 +338,7 @@ template <typename T>
 void DataCopy(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Nd2NzParams &p) {
   host::only(KERNEL_TYPE_AIC_ONLY, "rows to fractals");
   to.In(host::L1, "the destination of a copy to fractals");
+  host::touches(to.data, host::LOADS, true, "a copy to fractals");
   if (p.ndNum != 1 || p.dValue % 16 || p.dstNzNStride != 1) host::fail("fractals: only one matrix of whole blocks");
   T *target = to.Aligned(static_cast<int64_t>(p.dValue) / 16 * p.dstNzC0Stride * 16, 32, "a copy to fractals");
   for (int64_t n = 0; n < p.nValue; ++n)
@@ -420,6 +354,7 @@ template <typename T>
 T *written(const LocalTensor<T> &to, int64_t count) {
   only(KERNEL_TYPE_AIV_ONLY, "a vector instruction");
   to.In(UB, "a vector operand");
+  touches(to.data, VECTOR, true, "a vector destination");
   if (core().scalar_pending) fail("race: a vector instruction after scalar writes that were not waited for");
   T *data = to.Aligned(count, 32, "a vector destination");
   auto *begin = reinterpret_cast<const uint8_t *>(data), *end = reinterpret_cast<const uint8_t *>(data + count);
@@ -435,6 +370,7 @@ T *written(const LocalTensor<T> &to, int64_t count) {
 template <typename T, typename U>
 const T *read(const LocalTensor<T> &from, int64_t count, const LocalTensor<U> &to, int64_t out) {
   from.In(UB, "a vector operand");
+  touches(from.data, VECTOR, false, "a vector source");
   const T *data = from.Aligned(count, 32, "a vector source");
   auto *begin = reinterpret_cast<const uint8_t *>(data), *end = reinterpret_cast<const uint8_t *>(data + count);
   for (auto &range : core().arriving)
@@ -525,6 +461,8 @@ inline void LoadData(const LocalTensor<half> &to, const LocalTensor<half> &from,
   host::only(KERNEL_TYPE_AIC_ONLY, "LoadData");
   from.In(host::L1, "the source of LoadData");
   if (to.memory != host::L0A && to.memory != host::L0B) host::fail("wrong memory: the destination of LoadData");
+  host::touches(from.data, host::TO_L0, false, "LoadData");
+  host::touches(to.data, host::TO_L0, true, "LoadData");
   for (int64_t r = 0; r < p.repeatTimes; ++r) {
     const half *in = from[(p.startIndex + r * p.srcStride) * 256].Aligned(256, 512, "a fractal of L1");
     half *out = to[r * (p.dstGap + 1) * 256].Aligned(256, 512, "a fractal of L0");
@@ -544,6 +482,9 @@ inline void Mmad(const LocalTensor<float> &c, const LocalTensor<half> &a, const 
   a.In(host::L0A, "the left operand");
   b.In(host::L0B, "the right operand");
   c.In(host::L0C, "the product");
+  host::touches(a.data, host::CUBE, false, "Mmad");
+  host::touches(b.data, host::CUBE, false, "Mmad");
+  host::touches(c.data, host::CUBE, true, "Mmad");
   const half *left = a.Aligned(int64_t(p.m) * p.k, 512, "the left operand");
   const half *right = b.Aligned(int64_t(p.k) * p.n, 512, "the right operand");
   float *out = c.Aligned(int64_t(p.m) * p.n, 1024, "the product");
@@ -570,6 +511,7 @@ template <typename T, typename U, const FixpipeConfig &>
 void Fixpipe(const GlobalTensor<T> &to, const LocalTensor<U> &from, const FixpipeParamsV220 &p) {
   host::only(KERNEL_TYPE_AIC_ONLY, "Fixpipe");
   from.In(host::L0C, "the source of Fixpipe");
+  host::touches(from.data, host::FIX, false, "Fixpipe");
   if (p.ndNum != 1) host::fail("fractals: only one matrix");
   const U *in = from.Aligned(int64_t(p.nSize) * p.srcStride, 1024, "the source of Fixpipe");
   for (int64_t m = 0; m < p.mSize; ++m)
