@@ -1,8 +1,9 @@
 """One rank of a context-parallel training run, compared with one process; started as torchrun does.
 
-    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=N] [set=JSON]
+    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [pad] [mask] [double] [drop=N] [set=JSON]
 
-Writes what differs to OUT (json) on rank 0. ``drop=N`` leaves one kind of collective out: a sabotage. ``set`` changes
+Writes what differs to OUT (json) on rank 0. ``pad`` trains on rows that the ranks do not divide, ``mask`` gives an
+attention mask, ``double`` computes in fp64. ``drop=N`` leaves one kind of collective out: a sabotage. ``set`` changes
 the tiny model's configuration.
 """
 
@@ -24,16 +25,18 @@ from latentscan.tests.models import build
 STEPS, BATCH, LENGTH = 5, 2, 24
 
 
-def batches(vocabulary: int, packed: bool) -> list[dict[str, torch.Tensor]]:
+def batches(vocabulary: int, packed: bool, length: int = LENGTH, mask: bool = False) -> list[dict[str, torch.Tensor]]:
     g = torch.Generator().manual_seed(5)
     found = []
     for _ in range(STEPS):
-        ids = torch.randint(3, vocabulary, (BATCH, LENGTH), generator=g)
-        labels = ids.masked_fill(torch.rand(BATCH, LENGTH, generator=g) < 0.2, -100)
+        ids = torch.randint(3, vocabulary, (BATCH, length), generator=g)
+        labels = ids.masked_fill(torch.rand(BATCH, length, generator=g) < 0.2, -100)
         batch = {"input_ids": ids, "labels": labels}
+        if mask:
+            batch["attention_mask"] = torch.ones_like(ids)
         if packed:
-            starts = torch.rand(BATCH, LENGTH, generator=g) < 0.2
-            starts[0, LENGTH // dist.get_world_size()] = True  # exactly at a shard's edge
+            starts = torch.rand(BATCH, length, generator=g) < 0.2
+            starts[0, length // dist.get_world_size()] = True  # exactly at a shard's edge
             batch["seq_idx"] = starts.int().cumsum(1).int()
         found.append(batch)
     return found
@@ -95,12 +98,15 @@ def main() -> None:
         sabotage(dropped)
     changed = json.loads(next((w.removeprefix("set=") for w in words if w.startswith("set=")), "{}"))
     one, many = build(family, **changed).train(), build(family, **changed).train()
-    given = batches(one.config.vocab_size, "packed" in words)
+    if "double" in words:
+        one, many = one.double(), many.double()
+    pad = "pad" in words
+    given = batches(one.config.vocab_size, "packed" in words, LENGTH - pad, "mask" in words)
     want, want_grads = train(one, apart(one) if "packed" in words else one, given)
     pipeline = next((w.removeprefix("pipeline=") for w in words if w.startswith("pipeline=")), "mamba-context-parallel")
     mesh = next((w.removeprefix("mesh=") for w in words if w.startswith("mesh=")), f"cp={size}")
     wrap(many, pipeline, mesh=mesh)
-    got, grads = train(many, many, [split_batch(b, mesh) for b in given])
+    got, grads = train(many, many, [split_batch(b, mesh, pad=pad) for b in given])
     known = {id(p): n for n, p in one.named_parameters()}  # weights that layers share have several names
     names = {n: known[id(p)] for n, p in one.named_parameters(remove_duplicate=False)}
     grads = {names.get(n, n): g for n, g in whole(many, grads).items()}

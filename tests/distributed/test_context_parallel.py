@@ -48,7 +48,7 @@ def check(found: list[dict]) -> None:
     assert max(f["gradient"] for f in found) < TOLERANCE, found[0]["where"]
 
 
-@pytest.mark.parametrize("words", [(), ("packed",)])
+@pytest.mark.parametrize("words", [(), ("packed",), ("pad",)])
 def test_two_ranks_train_mamba2_as_one_process_does(tmp_path, words):
     check(ranks(tmp_path, 2, "mamba2", *words))
 
@@ -111,6 +111,23 @@ def test_hybrids_train_as_one_process_does(tmp_path, family, words):
 )
 def test_attention_models_and_mixtures(tmp_path, size, family, words):
     check(ranks(tmp_path, size, family, *words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "family", "words"),
+    [
+        (2, "bamba", ("pad",)),
+        (2, "bamba", ("pad", "packed")),
+        (4, "mamba2", ("pad", "packed")),  # of 24 tokens one is padding: the last rank has 5 of its 6 trained
+        (2, "granitemoehybrid", ("pad",)),
+        (2, "deepseek_v3", ("pad", "pipeline=ulysses")),
+        (2, "llama", ("pad", "pipeline=ulysses")),
+    ],
+)
+def test_padding_changes_neither_loss_nor_gradients(tmp_path, size, family, words):
+    """23 tokens, filled up by split_batch, against one process that is given the 23."""
+    check(ranks(tmp_path, size, family, *([] if "pipeline=ulysses" in words else [HYBRID]), *words))
 
 
 @pytest.mark.slow
