@@ -114,6 +114,13 @@ def test_attention_models_and_mixtures(tmp_path, size, family, words):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+def test_all_axes_of_a_mesh_together(tmp_path, family):
+    """dp x cp x tp with sequence parallelism on 8 processes, DistributedDataParallel around it."""
+    check(ranks(tmp_path, 8, family, PIPELINES["sp"], "mesh=dp=2,cp=2,tp=2"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "family", "words"),
     [

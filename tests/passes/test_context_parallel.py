@@ -14,6 +14,7 @@ from latentscan.ir.ops import exchange
 from latentscan.ir.ops.collectives import copy_to
 from latentscan.ir.order import check_order, collectives
 from latentscan.ir.tokens import follow_tokens
+from latentscan.lowering import overlap
 from latentscan.lowering.schedule import is_start, place_of, waits_of
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import parse, run
@@ -107,6 +108,25 @@ def fake_ranks():
     dist.destroy_process_group()
 
 
+def arguments(graph) -> list:
+    """Weights and a batch of ones, of two rows of 12 tokens, in the order of a graph's placeholders."""
+    values = [(n, graph.value(n)) for n in graph.graph.nodes if n.op == "placeholder"]
+    sizes: dict[str, int] = {}
+    for node, value in values:
+        if isinstance(value, torch.Tensor) and graph.weight(node) is None and value.dim() == 2:
+            sizes |= {str(value.shape[0]): 2, str(value.shape[1]): 12}
+    given = []
+    for node, value in values:
+        weight = graph.weight(node)
+        if weight is not None:
+            given.append(nn.Parameter(torch.randn(weight.value.shape)))
+        elif isinstance(value, torch.Tensor):
+            given.append(torch.ones([sizes[str(n)] for n in value.shape], dtype=value.dtype))
+        else:
+            given.append(sizes[str(value)])
+    return given
+
+
 @pytest.mark.parametrize(("ranks", "algorithm"), [(2, "all-gather"), (3, "log-scan")])
 def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_local_work(fake_ranks, ranks, algorithm):
     """In the forward and in the backward: products lie between a start and its wait."""
@@ -136,20 +156,7 @@ def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_loca
         return compiler
 
     backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=default_partition)
-    values = [(n, program.graph.value(n)) for n in program.graph.graph.nodes if n.op == "placeholder"]
-    sizes: dict[str, int] = {}
-    for node, value in values:
-        if isinstance(value, torch.Tensor) and program.graph.weight(node) is None and value.dim() == 2:
-            sizes |= {str(value.shape[0]): 2, str(value.shape[1]): 12}
-    given = []
-    for node, value in values:
-        weight = program.graph.weight(node)
-        if weight is not None:
-            given.append(nn.Parameter(torch.randn(weight.value.shape)))
-        elif isinstance(value, torch.Tensor):
-            given.append(torch.ones([sizes[str(n)] for n in value.shape], dtype=value.dtype))
-        else:
-            given.append(sizes[str(value)])
+    given = arguments(program.graph)
     out = torch.compile(program.graph.module, backend=backend, dynamic=True, fullgraph=True)(*given)
     out[0].backward()
     # Of a log-scan's two steps the first has something to hide behind. The tail's exchange is the first of the forward
@@ -161,6 +168,31 @@ def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_loca
     assert forward[0][0] == backward[-1][0] == "all_to_all"
     for _, products in (there, back, forward[0], backward[-1]):
         assert products > 0, seen
+
+
+@pytest.mark.parametrize(("ranks", "algorithm"), [(2, "all-gather"), (3, "log-scan")])
+def test_no_exchange_of_the_forward_graph_is_repeated_in_the_backward_graph(fake_ranks, monkeypatch, ranks, algorithm):
+    """Scheduled graphs: one exchange of the tail and one of the states each. Without the removal of what nobody reads
+    (sabotage) AOT's partitioner repeats a log-scan's first step."""
+    group = fake_ranks(ranks)
+    steps = 1 if algorithm == "all-gather" else (ranks - 1).bit_length()
+    for removed in (True, False)[: 1 + (algorithm == "log-scan")]:
+        if not removed:
+            monkeypatch.setattr(overlap, "drop_unread", lambda graph: 0)
+        program = planned(
+            graph_again(), f"mamba-context-parallel{{algorithm={algorithm},gradients=partial}}",
+            Mesh((Axis("cp", ranks, 1, group),)),
+        )  # fmt: skip
+        seen: dict[str, int] = {}
+        run = overlap.compile_overlapped(
+            program.graph.module, growth=0.5, inductor=False,
+            tell=lambda done: seen.update({done.phase: len(done.collectives)}),  # noqa: B023
+        )  # fmt: skip
+        run(*arguments(program.graph))[0].backward()
+        torch._dynamo.reset()
+        loss = 1
+        assert seen["forward"] == 1 + steps + loss
+        assert seen["backward"] == 1 + steps + (not removed)
 
 
 def test_attention_needs_ulysses_and_gets_it():
