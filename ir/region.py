@@ -53,6 +53,9 @@ _ATTENTIONS = {"attention", "latent_attention", "scaled_dot_product_attention"}
 _KEYS = {"attention": ("k", "v"), "latent_attention": ("k_rope",), "scaled_dot_product_attention": ("key", "value")}
 
 
+_NONE = Placement(-1, torch.empty(0))
+
+
 @dataclass
 class Region:
     """What has to be rewritten together.
@@ -165,12 +168,16 @@ class _Growth:
             if draws(op):
                 raise AxisError(op, f"{op.name} draws random numbers, which would differ from one process")
             return POINTWISE, through_pointwise(graph, op, placed)
+        if op.target == "transpose" and graph.weight(op.args[0]) is not None:  # as it is: it may be large
+            return CARRY, self.transpose(op)
         if is_layout(op):
             return LAYOUT, through_layout(graph, op, placed, self.region.units, self.small)
         if is_reduction(op):
             return REDUCTION, through_reduction(graph, op, placed)
         if is_matmul(op):
             return self.matmul(op)
+        if is_grouped(op):
+            return self.grouped(op)
         if is_einsum(op):
             return MATMUL, through_einsum(op, placed)
         if picks_rows(graph, op):
@@ -212,6 +219,30 @@ class _Growth:
             dim = len(self.graph.shape(other)) - (3 - from_end)  # type: ignore[arg-type]
             return CONTRACT, {other: Placement(dim, placement.labels)}  # type: ignore[dict-item]
         return MATMUL, through_matmul(self.graph, op, self.region.placed)
+
+    def grouped(self, op: fx.Node) -> tuple[str, dict[fx.Node, Placement]]:
+        """Rows [pairs, k] times the weight [experts, k, m] of their group."""
+        x, weight = op.args[:2]
+        placed = self.region.placed
+        if any(n in placed and placed[n].dim == 0 for n in (x, weight, op)):  # type: ignore[index]
+            raise AxisError(op, f"{op.name} would be split along its groups")
+        inner = placed.get(x) or (placed.get(weight) if placed.get(weight, _NONE).dim == 1 else None)  # type: ignore
+        if inner is not None:
+            if op in placed:
+                raise AxisError(op, f"both an input and the result of {op.name} would be split")
+            return CONTRACT, {x: Placement(1, inner.labels), weight: Placement(1, inner.labels)}  # type: ignore
+        labels = (placed.get(op) or placed[weight]).labels  # type: ignore[index]
+        return MATMUL, {op: Placement(1, labels), weight: Placement(2, labels)}  # type: ignore[dict-item]
+
+    def transpose(self, op: fx.Node) -> dict[fx.Node, Placement]:
+        """A weight with two dimensions exchanged."""
+        source: Any = op.args[0]
+        rank = len(self.graph.shape(source))
+        first, second = (int(d) % rank for d in op.args[1:])  # type: ignore[call-overload]
+        known = source if source in self.region.placed else op
+        dim, labels = self.region.placed[known].dim, self.region.placed[known].labels
+        moved = {first: second, second: first}.get(dim, dim)
+        return {(op if known is source else source): Placement(moved, labels)}
 
     def gather(self, op: fx.Node) -> dict[fx.Node, Placement]:
         """Whole rows of a weight by number, such as the weights of chosen experts."""
@@ -311,6 +342,11 @@ class _Growth:
         inputs = tensor_inputs(op)
         source = next((n for n in (op, *inputs) if n in self.region.placed), None)
         return {} if source is None else dict.fromkeys((op, *inputs), self.region.placed[source])
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """Whether a node is a product of groups of rows, each with a weight of its own."""
+    return is_tensor(node) and (name_of(node) == "grouped_mm" or op_name(node) == "grouped_mm_fallback")
 
 
 def picks_rows(graph: Graph, op: fx.Node) -> bool:

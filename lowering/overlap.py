@@ -51,6 +51,7 @@ def compile_overlapped(
 
 
 def _schedule(graph: fx.Graph, phase: str, growth: float, tell: Tell, agree: Agree | None) -> None:
+    drop_unread(graph)
     done = overlap(graph, phase, growth=growth)
     tell(done)
     if agree is not None:
@@ -58,6 +59,24 @@ def _schedule(graph: fx.Graph, phase: str, growth: float, tell: Tell, agree: Agr
 
         with unset_fake_temporarily():
             agree(phase, starts_of(graph))
+
+
+def drop_unread(graph: fx.Graph) -> int:
+    """Erase calls of ops that write nothing and whose results nobody reads, collectives among them; returns how many.
+
+    AOTAutograd's partitioner takes a wait for a write. A wait of the forward pass whose inputs are all kept for the
+    backward pass it repeats there, with the collective and all that leads to it, though nothing reads the result.
+    """
+    found = 0
+    for node in reversed(list(graph.nodes)):
+        op = node.target
+        if node.users or node.op != "call_function" or not isinstance(op, torch._ops.OpOverload):
+            continue
+        if op.namespace != "_c10d_functional" and (op._schema.is_mutable or node.is_impure()):
+            continue
+        graph.erase_node(node)
+        found += 1
+    return found
 
 
 def guard_waits(graph: fx.Graph) -> int:

@@ -15,7 +15,7 @@ from latentscan.ir.graph import LOCAL, PRODUCED_BY, VALUE, Graph, module_path
 from latentscan.ir.layout import SmallNumbers
 from latentscan.ir.mesh import Axis
 from latentscan.ir.mla import argument
-from latentscan.ir.ops.collectives import copy_to, reduce_from, share_rows, split_gated_norm
+from latentscan.ir.ops.collectives import share_rows, split_gated_norm
 from latentscan.ir.region import (
     ATTENTION,
     CANONICAL,
@@ -30,6 +30,7 @@ from latentscan.ir.region import (
     op_name,
 )
 from latentscan.ir.weights import Recipe
+from latentscan.passes.borders import Borders
 from latentscan.passes.shards import column_recipe, row_recipe, weight_recipe
 
 _SHAPED = {"view", "reshape", "expand", "new_empty", "new_zeros"}
@@ -72,7 +73,7 @@ class Split:
         self.graph, self.region, self.axis, self.maker, self.site = graph, region, axis, maker, site
         self.small = SmallNumbers()
         self.gradients = differentiable(graph)
-        self.copies: dict[fx.Node, fx.Node] = {}
+        self.borders = Borders(graph, axis, maker, self.gradients)
 
     def own(self, node: fx.Node) -> list[int]:
         """The indices of a placed value that this rank holds."""
@@ -112,18 +113,10 @@ class Split:
 
     def enter(self, op: fx.Node, entry: fx.Node) -> None:
         """Let a node read a value that all ranks hold, such that its gradient is summed over them."""
-        if entry not in self.gradients:
-            return
-        copy = self.copies.get(entry)
-        if copy is None:
-            with self.graph.before(op, self.maker):
-                copy = self.copies[entry] = self.graph.call(copy_to, entry, self.axis.name, self.axis.group)
-        op.replace_input_with(entry, copy)
+        self.borders.enter(op, entry, lift=bool(self.region.ops(CONTRACT)))
 
     def reduce(self, op: fx.Node) -> None:
-        with self.graph.after(op, self.maker):
-            total = self.graph.call(reduce_from, op, self.axis.name, self.axis.group)
-        op.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+        self.borders.leave(op)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -304,12 +297,15 @@ class Split:
             at += part is not None
             if part is None or at != dim:
                 continue
-            if not isinstance(part, slice) or part.step not in (None, 1):
+            if not isinstance(part, slice):
                 raise VerifyError(f"{op.name} picks single indices along the units", where=module_path(op))
             if part != slice(None):
                 source: Any = op.args[0]
-                start, stop, _ = part.indices(int(self.graph.shape(source)[dim]))
-                parts[position] = slice(*self._bounds(source, start, stop))
+                start, stop, step = part.indices(int(self.graph.shape(source)[dim]))
+                mine = [i for i, own in enumerate(self.own(source)) if own in range(start, stop, step)]
+                first = mine[0] if mine else 0
+                step = mine[1] - first if len(mine) > 1 else 1
+                parts[position] = slice(first, mine[-1] + 1 if mine else 0, None if step == 1 else step)
         return tuple(parts)
 
     def _local_shape(self, op: fx.Node, leaf: fx.Node, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from latentscan.ir.normalize import ATTENTION as ATTENTION_OP
 from latentscan.ir.normalize import LATENT_ATTENTION
 from latentscan.ir.region import COLUMN, CONTRACT, ROW, SCANS, Region, attention_operands, grow, op_name, picks_rows
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
+from latentscan.passes.experts import Mixture, WholeExperts, is_grouped, mixture_at
 from latentscan.passes.sharding import Split
 from latentscan.passes.vocabulary import split_vocabulary, vocabularies, vocabulary_site
 
@@ -37,8 +38,12 @@ class TensorParallel(Pass):
         "ones one more; with more ranks than KV heads the query heads are dealt out and KV heads are held twice. What "
         "enters a region has its gradient summed over the ranks, and so has every weight inside that several ranks "
         "hold; what leaves it is one all-reduce, to which the first rank adds the bias. A region is rewritten "
-        "completely or refused completely."
+        "completely or refused completely. Of a mixture each rank holds whole experts if the ranks divide their number "
+        "(experts=whole: also if not), else some inner features of every expert; either way the sum over the ranks "
+        "comes behind the sum over a token's experts."
     )
+
+    experts: str = field(default="auto", metadata={"choices": ("auto", "whole", "features")})
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
         axis = tp_axis(context)
@@ -52,6 +57,13 @@ class TensorParallel(Pass):
         for anchor in candidates:
             if anchor in inside:
                 continue
+            why = ""
+            if _sums_experts(graph, anchor):
+                made, mixture, why = self._whole(graph, anchor, axis, inside)
+                if made is not None:
+                    found += [made] if made not in found else []
+                    inside.update(dict.fromkeys(mixture.inside if mixture is not None else (), ""))
+                    continue
             try:
                 region = region_at(graph, anchor, axis)
                 check_region(graph, region, axis, inside)
@@ -59,7 +71,7 @@ class TensorParallel(Pass):
                 found.append(_refusal(anchor, error))
                 continue
             inside.update(dict.fromkeys(region.roles, ""))
-            found.append(_site(graph, anchor, region, axis))
+            found.append(_site(graph, anchor, region, axis, why))
         for weight in vocabularies(graph):
             made = vocabulary_site(graph, weight, axis, inside)
             found.append(made)
@@ -67,6 +79,27 @@ class TensorParallel(Pass):
                 inside.update(dict.fromkeys(weight.users, ""))
         found = [f for f in found if not (isinstance(f, Refusal) and self._covered(graph, f, inside))]
         return [self._as_planned(f, context) for f in found]
+
+    def _whole(
+        self, graph: Graph, anchor: fx.Node, axis: Axis, inside: dict[fx.Node, str]
+    ) -> tuple[Site | Refusal | None, Mixture | None, str]:
+        """A site that keeps experts whole or why there is none, its mixture, and why features are split instead."""
+        if self.experts == "features":
+            return None, None, "as the option says"
+        try:
+            mixture = mixture_at(graph, anchor)
+            odd = next((n for n in mixture.inside if n in inside), None)
+            if odd is not None:
+                raise AxisError(odd, f"{odd.name} is part of another region")
+        except AxisError as error:
+            return (_refusal(anchor, error) if self.experts == "whole" else None), None, f"not whole experts: {error}"
+        count = mixture.experts
+        if self.experts == "auto" and count % axis.size:
+            return None, None, f"{axis.size} ranks do not divide {count} experts"
+        if count < axis.size:
+            reason = f"{axis.size} ranks share {count} experts, so that some would have none"
+            return Refusal(module_path(anchor), "too-few-experts", reason, "use experts=features"), None, ""
+        return _experts_site(graph, anchor, mixture, axis), mixture, ""
 
     def _as_planned(self, found: Site | Refusal, context: Context) -> Site | Refusal:
         """Later graphs of a model split what was split when it was wrapped, and nothing else."""
@@ -79,13 +112,17 @@ class TensorParallel(Pass):
         """Whether a linear map that could not be a row turned out to be part of a later region."""
         if refusal.rule != "not-paired" and refusal.rule != "not-followed":
             return False
-        paths = {module_path(n) for n in inside if linear_of(graph, n) is not None or is_matmul(n)}
+        paths = {module_path(n) for n in inside if linear_of(graph, n) is not None or is_matmul(n) or is_grouped(n)}
         return refusal.module in paths
 
     def apply(self, graph: Graph, site: Site, context: Context) -> None:
         axis = tp_axis(context)
         if site.rule == "vocabulary":
             split_vocabulary(graph, graph.node(site.anchor), axis, self.name, site.module)
+            return
+        if site.rule == "whole-experts":
+            mixture = mixture_at(graph, graph.node(site.anchor))
+            WholeExperts(graph, mixture, axis, self.name, site.module).run()
             return
         region = region_at(graph, graph.node(site.anchor), axis)
         Split(graph, region, axis, self.name, site.module).run()
@@ -163,7 +200,11 @@ def region_at(graph: Graph, anchor: fx.Node, axis: Axis) -> Region:
 
 def _sums_experts(graph: Graph, node: fx.Node) -> bool:
     """Whether a node multiplies with the weights of chosen experts."""
-    return is_matmul(node) and any(picks_rows(graph, x) for x in node.args[:2] if isinstance(x, fx.Node))
+    return (
+        is_grouped(node)
+        or is_matmul(node)
+        and any(picks_rows(graph, x) for x in node.args[:2] if isinstance(x, fx.Node))
+    )
 
 
 def expert_region(graph: Graph, anchor: fx.Node) -> Region:
@@ -206,7 +247,15 @@ def common_module(nodes: list[fx.Node]) -> str:
     return ".".join(paths[0][:same])
 
 
-def _site(graph: Graph, anchor: fx.Node, region: Region, axis: Axis) -> Site:
+def _experts_site(graph: Graph, anchor: fx.Node, mixture: Mixture, axis: Axis) -> Site:
+    counts = shares(mixture.experts, axis.size)
+    facts = {"units": mixture.experts, "ranks": axis.size, "of_rank": "|".join(map(str, counts)), "experts": "whole"}
+    module = graph.weight(mixture.weights[0]).path.rpartition(".")[0]  # type: ignore[union-attr]
+    how = "sorted pairs: a rank computes its own" if mixture.products else "pairs by number: a rank computes all"
+    return Site(module, "whole-experts", anchor.name, facts, f"experts: {', '.join(map(str, counts))}; {how}")
+
+
+def _site(graph: Graph, anchor: fx.Node, region: Region, axis: Axis, why: str = "") -> Site:
     columns, rows = region.ops(COLUMN), region.ops(ROW, CONTRACT)
     attention = _is_mixer(anchor)
     counts = shares(region.units.count, axis.size)
@@ -221,6 +270,7 @@ def _site(graph: Graph, anchor: fx.Node, region: Region, axis: Axis) -> Site:
         if region.units.count > groups:
             what = f"heads; {what} are held by all ranks that read them"
     note = f"{what}: {', '.join(map(str, counts))}; {len(columns)} columns, {len(rows)} rows"
+    note += f"; {why}" if why else ""
     rule = "heads" if attention else "experts" if region.ops(CONTRACT) else "features"
     return Site(module, rule, anchor.name, facts, note)
 

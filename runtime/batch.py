@@ -13,7 +13,7 @@ from latentscan.runtime.mesh import seen_from_here
 IGNORED = -100  # the label that a loss leaves out
 
 
-def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
+def split_batch(batch: dict[str, Any], mesh: Any, *, pad: bool = False) -> dict[str, Any]:
     """This rank's part of a batch that all ranks know: its rows along the mesh's axis ``dp``, its tokens along ``cp``.
 
     Along ``dp`` each rank has rows of its own, and gradients are to be averaged, as DistributedDataParallel and
@@ -30,12 +30,15 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
             sequences.
 
         mesh: a wrapped model's, a DeviceMesh with named axes, or text such as ``cp=2``.
+        pad: fill rows up at their end to a length that ``cp`` divides: ids, embeddings and masks with zeros, labels
+            with -100, positions counting on, packed sequences going on. In a causal model no token before sees these,
+            and none of them is trained, so loss and gradients stay as they are; there are that many more logits.
 
     Returns:
         A new dictionary; what is cut is contiguous.
 
     Raises:
-        MeshError: b is not divisible by the size of ``dp``, or L by that of ``cp``.
+        MeshError: b is not divisible by the size of ``dp``, or L by that of ``cp``; what cannot be padded is in it.
     """
     seen = seen_from_here(mesh)
     axis, rows_axis = seen.axis("cp"), seen.axis("dp")
@@ -43,12 +46,16 @@ def split_batch(batch: dict[str, Any], mesh: Any) -> dict[str, Any]:
     if first is None:
         raise MeshError("the batch holds neither input_ids nor inputs_embeds", where="split_batch")
     rows, length = first.shape[:2]
+    if pad and length % axis.size:
+        batch = _padded(batch, rows, length, -length % axis.size)
+        length += -length % axis.size
     if length % axis.size:
         raise MeshError(
             f"{length} tokens cannot be shared evenly by {axis.size} ranks",
             where="split_batch",
-            remedy=f"pad the batch to {length + -length % axis.size} tokens, labels with {IGNORED}",
-        )  # fmt: skip
+            remedy=f"pad the batch to {length + -length % axis.size} tokens, labels with {IGNORED}: "
+            "split_batch(..., pad=True) does",
+        )
     if rows % rows_axis.size:
         raise MeshError(
             f"{rows} rows cannot be shared evenly by {rows_axis.size} ranks",
@@ -95,6 +102,35 @@ def _counted(batch: dict[str, Any], rows: int, length: int, ranks: int, borders:
             moved = shifted(batch["labels"], numbered(dict(batch), rows, length) if borders else None)
         count = (moved != IGNORED).sum()
     return {**batch, "num_items_in_batch": count / ranks}
+
+
+def _padded(batch: dict[str, Any], rows: int, length: int, more: int) -> dict[str, Any]:
+    """The batch with ``more`` tokens at the end of every row that change nothing before them.
+
+    Raises:
+        MeshError: a tensor has the sequence along another dimension than its second.
+    """
+    seq_idx = numbered(batch, rows, length)
+    whole = dict(batch) if seq_idx is None else {**batch, "seq_idx": seq_idx}
+    for name, value in whole.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if length in value.shape[2:] and name != "inputs_embeds":
+            raise MeshError(
+                f"{name} of shape {list(value.shape)} cannot be padded along the sequence", where="split_batch",
+                remedy=f"give it for a length that the ranks divide, such as {length + more}",
+            )  # fmt: skip
+        if value.dim() < 2 or value.shape[1] != length:
+            continue
+        end = value[:, -1:].expand(-1, more, *value.shape[2:])
+        if name == "position_ids":
+            end = end + torch.arange(1, more + 1, device=value.device)
+        elif name in ("labels", "shift_labels"):
+            end = torch.full_like(end, IGNORED)
+        elif name != "seq_idx":
+            end = torch.zeros_like(end)
+        whole[name] = torch.cat([value, end], 1)
+    return whole
 
 
 def _rows(value: Any, rows: int, length: int, part: slice) -> Any:

@@ -1,9 +1,10 @@
 """One rank of a context-parallel training run, compared with one process; started as torchrun does.
 
-    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [drop=N] [set=JSON]
+    python -m latentscan.tests.distributed.context_parallel_worker FAMILY OUT [packed] [pad] [mask] [double] [drop=N] ..
 
-Writes what differs to OUT (json) on rank 0. ``drop=N`` leaves one kind of collective out: a sabotage. ``set`` changes
-the tiny model's configuration.
+Writes what differs to OUT (json) on rank 0. ``pad`` trains on rows that the ranks do not divide, ``mask`` gives an
+attention mask, ``double`` computes in fp64. ``drop=N`` leaves one kind of collective out: a sabotage. ``set`` changes
+the tiny model's configuration. A mesh with ``dp`` wraps the model in DistributedDataParallel, two rows a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
+from latentscan.ir.mesh import parse_mesh
 from latentscan.ir.ops import collectives, exchange, state_exchange
 from latentscan.runtime.batch import IGNORED, shifted, split_batch
 from latentscan.runtime.door import session_of
@@ -24,16 +28,20 @@ from latentscan.tests.models import build
 STEPS, BATCH, LENGTH = 5, 2, 24
 
 
-def batches(vocabulary: int, packed: bool) -> list[dict[str, torch.Tensor]]:
+def batches(
+    vocabulary: int, packed: bool, length: int = LENGTH, mask: bool = False, rows: int = BATCH
+) -> list[dict[str, torch.Tensor]]:
     g = torch.Generator().manual_seed(5)
     found = []
     for _ in range(STEPS):
-        ids = torch.randint(3, vocabulary, (BATCH, LENGTH), generator=g)
-        labels = ids.masked_fill(torch.rand(BATCH, LENGTH, generator=g) < 0.2, -100)
+        ids = torch.randint(3, vocabulary, (rows, length), generator=g)
+        labels = ids.masked_fill(torch.rand(rows, length, generator=g) < 0.2, -100)
         batch = {"input_ids": ids, "labels": labels}
+        if mask:
+            batch["attention_mask"] = torch.ones_like(ids)
         if packed:
-            starts = torch.rand(BATCH, LENGTH, generator=g) < 0.2
-            starts[0, LENGTH // dist.get_world_size()] = True  # exactly at a shard's edge
+            starts = torch.rand(rows, length, generator=g) < 0.2
+            starts[0, length // dist.get_world_size()] = True  # exactly at a shard's edge
             batch["seq_idx"] = starts.int().cumsum(1).int()
         found.append(batch)
     return found
@@ -95,16 +103,33 @@ def main() -> None:
         sabotage(dropped)
     changed = json.loads(next((w.removeprefix("set=") for w in words if w.startswith("set=")), "{}"))
     one, many = build(family, **changed).train(), build(family, **changed).train()
-    given = batches(one.config.vocab_size, "packed" in words)
+    if "double" in words:
+        one, many = one.double(), many.double()
+    pad = "pad" in words
+    mesh: Any = next((w.removeprefix("mesh=") for w in words if w.startswith("mesh=")), f"cp={size}")
+    rows = BATCH * parse_mesh(mesh).axis("dp").size
+    given = batches(one.config.vocab_size, "packed" in words, LENGTH - pad, "mask" in words, rows)
     want, want_grads = train(one, apart(one) if "packed" in words else one, given)
     pipeline = next((w.removeprefix("pipeline=") for w in words if w.startswith("pipeline=")), "mamba-context-parallel")
-    mesh = next((w.removeprefix("mesh=") for w in words if w.startswith("mesh=")), f"cp={size}")
-    wrap(many, pipeline, mesh=mesh)
-    got, grads = train(many, many, [split_batch(b, mesh) for b in given])
+    call: Any = many
+    if "dp" in mesh:
+        sizes = dict(part.split("=") for part in mesh.split(","))
+        mesh = init_device_mesh("cpu", tuple(map(int, sizes.values())), mesh_dim_names=tuple(sizes))
+        wrap(many, pipeline, mesh=mesh)
+        call = DistributedDataParallel(many, process_group=mesh["dp"].get_group())
+    else:
+        wrap(many, pipeline, mesh=mesh)
+    got, grads = train(many, call, [split_batch(b, mesh, pad=pad) for b in given])
+    if call is not many:  # each is the mean over its own rows, weighted by their tokens
+        losses = torch.tensor(got)
+        dist.all_reduce(losses, group=mesh["dp"].get_group())
+        got = (losses / mesh["dp"].size()).tolist()
     known = {id(p): n for n, p in one.named_parameters()}  # weights that layers share have several names
     names = {n: known[id(p)] for n, p in one.named_parameters(remove_duplicate=False)}
     grads = {names.get(n, n): g for n, g in whole(many, grads).items()}
-    worst = {n: float((grads[n] - g).norm() / (g.norm() + 1e-12)) for n, g in want_grads.items()}
+    # A gradient near zero is a sum that cancels: its rounding counts against 1e-6 of the largest gradient at least.
+    floor = 1e-6 * max(float(g.norm()) for g in want_grads.values())
+    worst = {n: float((grads[n] - g).norm() / max(float(g.norm()), floor)) for n, g in want_grads.items()}
     told = {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True)),
         "gradient": max(worst.values()), "where": max(worst, key=worst.get),

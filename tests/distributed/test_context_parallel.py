@@ -48,7 +48,7 @@ def check(found: list[dict]) -> None:
     assert max(f["gradient"] for f in found) < TOLERANCE, found[0]["where"]
 
 
-@pytest.mark.parametrize("words", [(), ("packed",)])
+@pytest.mark.parametrize("words", [(), ("packed",), ("pad",)])
 def test_two_ranks_train_mamba2_as_one_process_does(tmp_path, words):
     check(ranks(tmp_path, 2, "mamba2", *words))
 
@@ -102,6 +102,7 @@ def test_hybrids_train_as_one_process_does(tmp_path, family, words):
         (2, "llama", ("pipeline=ulysses",)),
         (4, "llama", ("pipeline=ulysses",)),  # KV heads go to two ranks each
         (2, "granitemoehybrid", (HYBRID,)),  # the router looks at one token at a time
+        (4, "granitemoehybrid", (PIPELINES["sp"], TWO_BY_TWO)),  # and each rank of tp has two experts
         (2, "deepseek_v3", ("pipeline=ulysses",)),  # the latent is gathered
         (4, "deepseek_v3", ("pipeline=mla-mm-split,ulysses",)),
         (2, "deepseek_v3", ("pipeline=mla-absorb{when=always},ulysses",)),
@@ -111,6 +112,31 @@ def test_hybrids_train_as_one_process_does(tmp_path, family, words):
 )
 def test_attention_models_and_mixtures(tmp_path, size, family, words):
     check(ranks(tmp_path, size, family, *words))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+def test_all_axes_of_a_mesh_together(tmp_path, family):
+    """dp x cp x tp with sequence parallelism on 8 processes, DistributedDataParallel around it."""
+    pipeline = PIPELINES["sp"] if family == "bamba" else PIPELINES["sp"].removesuffix(",ulysses")
+    check(ranks(tmp_path, 8, family, pipeline, "mesh=dp=2,cp=2,tp=2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "family", "words"),
+    [
+        (2, "bamba", ("pad",)),
+        (2, "bamba", ("pad", "packed")),
+        (4, "mamba2", ("pad", "packed")),  # of 24 tokens one is padding: the last rank has 5 of its 6 trained
+        (2, "granitemoehybrid", ("pad",)),
+        (2, "deepseek_v3", ("pad", "pipeline=ulysses")),
+        (2, "llama", ("pad", "pipeline=ulysses")),
+    ],
+)
+def test_padding_changes_neither_loss_nor_gradients(tmp_path, size, family, words):
+    """23 tokens, filled up by split_batch, against one process that is given the 23."""
+    check(ranks(tmp_path, size, family, *([HYBRID] if family in ("bamba", "granitemoehybrid") else []), *words))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     family, overrides   of the tiny model
     pipeline            what it is wrapped with; tensor-parallel alone if left out
     mesh                ``tp=<world>`` if left out
+    experts             how the library multiplies with experts' weights, in both; by number if left out
     base                what the one process is wrapped with, the first passes of pipeline; calibrated alike
     recompute           gradient checkpointing in both
     steps               optimiser steps (default 1)
@@ -131,6 +132,8 @@ def run(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     dtype = overrides.pop("dtype", "float32")
     one = smollm2() if case["family"] == "smollm2" else perturbed(build(case["family"], **overrides))
     one = one.to(getattr(torch, dtype))
+    if "experts" in case:
+        one.set_experts_implementation(case["experts"])  # type: ignore[operator]
     case["start"] = copy.deepcopy(one) if "against" in case else None
     one.train(case.get("train", True))
     if case.get("recompute"):

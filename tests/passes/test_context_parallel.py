@@ -14,6 +14,7 @@ from latentscan.ir.ops import exchange
 from latentscan.ir.ops.collectives import copy_to
 from latentscan.ir.order import check_order, collectives
 from latentscan.ir.tokens import follow_tokens
+from latentscan.lowering import overlap
 from latentscan.lowering.schedule import is_start, place_of, waits_of
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import parse, run
@@ -107,6 +108,25 @@ def fake_ranks():
     dist.destroy_process_group()
 
 
+def arguments(graph) -> list:
+    """Weights and a batch of ones, of two rows of 12 tokens, in the order of a graph's placeholders."""
+    values = [(n, graph.value(n)) for n in graph.graph.nodes if n.op == "placeholder"]
+    sizes: dict[str, int] = {}
+    for node, value in values:
+        if isinstance(value, torch.Tensor) and graph.weight(node) is None and value.dim() == 2:
+            sizes |= {str(value.shape[0]): 2, str(value.shape[1]): 12}
+    given = []
+    for node, value in values:
+        weight = graph.weight(node)
+        if weight is not None:
+            given.append(nn.Parameter(torch.randn(weight.value.shape)))
+        elif isinstance(value, torch.Tensor):
+            given.append(torch.ones([sizes[str(n)] for n in value.shape], dtype=value.dtype))
+        else:
+            given.append(sizes[str(value)])
+    return given
+
+
 @pytest.mark.parametrize(("ranks", "algorithm"), [(2, "all-gather"), (3, "log-scan")])
 def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_local_work(fake_ranks, ranks, algorithm):
     """In the forward and in the backward: products lie between a start and its wait."""
@@ -136,20 +156,7 @@ def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_loca
         return compiler
 
     backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=default_partition)
-    values = [(n, program.graph.value(n)) for n in program.graph.graph.nodes if n.op == "placeholder"]
-    sizes: dict[str, int] = {}
-    for node, value in values:
-        if isinstance(value, torch.Tensor) and program.graph.weight(node) is None and value.dim() == 2:
-            sizes |= {str(value.shape[0]): 2, str(value.shape[1]): 12}
-    given = []
-    for node, value in values:
-        weight = program.graph.weight(node)
-        if weight is not None:
-            given.append(nn.Parameter(torch.randn(weight.value.shape)))
-        elif isinstance(value, torch.Tensor):
-            given.append(torch.ones([sizes[str(n)] for n in value.shape], dtype=value.dtype))
-        else:
-            given.append(sizes[str(value)])
+    given = arguments(program.graph)
     out = torch.compile(program.graph.module, backend=backend, dynamic=True, fullgraph=True)(*given)
     out[0].backward()
     # Of a log-scan's two steps the first has something to hide behind. The tail's exchange is the first of the forward
@@ -161,6 +168,31 @@ def test_in_aots_graphs_each_exchange_starts_before_and_is_waited_for_after_loca
     assert forward[0][0] == backward[-1][0] == "all_to_all"
     for _, products in (there, back, forward[0], backward[-1]):
         assert products > 0, seen
+
+
+@pytest.mark.parametrize(("ranks", "algorithm"), [(2, "all-gather"), (3, "log-scan")])
+def test_no_exchange_of_the_forward_graph_is_repeated_in_the_backward_graph(fake_ranks, monkeypatch, ranks, algorithm):
+    """Scheduled graphs: one exchange of the tail and one of the states each. Without the removal of what nobody reads
+    (sabotage) AOT's partitioner repeats a log-scan's first step."""
+    group = fake_ranks(ranks)
+    steps = 1 if algorithm == "all-gather" else (ranks - 1).bit_length()
+    for removed in (True, False)[: 1 + (algorithm == "log-scan")]:
+        if not removed:
+            monkeypatch.setattr(overlap, "drop_unread", lambda graph: 0)
+        program = planned(
+            graph_again(), f"mamba-context-parallel{{algorithm={algorithm},gradients=partial}}",
+            Mesh((Axis("cp", ranks, 1, group),)),
+        )  # fmt: skip
+        seen: dict[str, int] = {}
+        run = overlap.compile_overlapped(
+            program.graph.module, growth=0.5, inductor=False,
+            tell=lambda done: seen.update({done.phase: len(done.collectives)}),  # noqa: B023
+        )  # fmt: skip
+        run(*arguments(program.graph))[0].backward()
+        torch._dynamo.reset()
+        loss = 1
+        assert seen["forward"] == 1 + steps + loss
+        assert seen["backward"] == 1 + steps + (not removed)
 
 
 def test_attention_needs_ulysses_and_gets_it():
@@ -289,6 +321,45 @@ def test_the_ranks_parts_put_together_are_the_batch():
     assert all(places[r, t] == (seq_idx[r, :t] == seq_idx[r, t]).sum() for r in range(2) for t in range(12))
 
 
+def test_padding_fills_rows_up_and_trains_nothing():
+    g = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 90, (2, 13), generator=g)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "scale": torch.ones(13)}
+    packed = {**batch, "position_ids": torch.tensor([[*range(6), *range(7)]] * 2)}
+    for given in (batch, packed):
+        parts = [split_batch(given, parse_mesh("cp=3").at(cp=r), pad=True) for r in range(3)]
+        whole = {k: torch.cat([p[k] for p in parts], 1) for k in parts[0] if parts[0][k].dim() == 2}
+        assert all(v.shape == (2, 15) for v in whole.values())
+        assert torch.equal(whole["input_ids"][:, :13], ids)
+        assert bool((whole["input_ids"][:, 13:] == 0).all() and (whole["attention_mask"][:, 13:] == 0).all())
+        assert bool((whole["shift_labels"][:, 12:] == IGNORED).all())
+        trained = (whole["shift_labels"] != IGNORED).sum()
+        assert {int(p["num_items_in_batch"]) for p in parts} == {int(trained)} == {2 * (12 if given is batch else 11)}
+    assert whole["position_ids"][0, 10:].tolist() == [4, 5, 6, 7, 8]  # no border before what is filled up
+    assert bool((whole["seq_idx"][:, 6:] == whole["seq_idx"][:, 6:7]).all())
+    with pytest.raises(MeshError, match=r"attention_mask of shape \[2, 1, 13, 13\] cannot be padded"):
+        split_batch({**batch, "attention_mask": torch.ones(2, 1, 13, 13)}, parse_mesh("cp=3"), pad=True)
+
+
+@pytest.mark.parametrize("family", ["mamba2", "llama"])
+def test_a_model_gives_the_same_loss_and_gradients_with_padded_rows(family):
+    """fp64, whole rows; where the filled-up tokens are trained too (sabotage), they differ."""
+    model = build(family, num_hidden_layers=1).double()
+    ids = torch.randint(3, 90, (2, 13), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids}
+    given = split_batch(batch, parse_mesh("cp=2"), pad=True)
+    both = [split_batch(batch, parse_mesh("cp=2").at(cp=r), pad=True) for r in range(2)]
+    padded = {k: torch.cat([p[k] for p in both], 1) if v.dim() == 2 else v for k, v in given.items()}
+    wrong = {**padded, "shift_labels": padded["shift_labels"].masked_fill(padded["shift_labels"] == IGNORED, 0)}
+    found = []
+    for one in (batch, padded, wrong):
+        loss = model(**one).loss
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for want, got in zip(found[0], found[1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    assert abs(float((found[2][0] - found[0][0]).detach())) > 1e-3
+
+
 def test_positions_that_start_again_tell_borders_on_every_rank():
     """Also on ranks whose own part shows none; else they would run other programs than the rest."""
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
@@ -306,7 +377,7 @@ def test_positions_that_start_again_tell_borders_on_every_rank():
 
 def test_what_cannot_be_shared_evenly_says_what_to_do():
     ids = torch.ones(2, 13, dtype=torch.long)
-    with pytest.raises(MeshError, match=r"13 tokens cannot be shared evenly by 2 ranks.*[Pp]ad the batch to 14"):
+    with pytest.raises(MeshError, match=r"13 tokens cannot be shared evenly by 2 ranks.*the batch to 14.*pad=True"):
         split_batch({"input_ids": ids}, parse_mesh("cp=2"))
     with pytest.raises(MeshError, match="neither input_ids nor inputs_embeds"):
         split_batch({"labels": ids}, parse_mesh("cp=2"))
