@@ -158,7 +158,8 @@ def choose_backward(
         pairs = batch * B.shape[2] * -(-(heads // B.shape[2] * (P // 64)) // 2)
         enough = pairs * (length // 64) >= 8 * device.processors
         if enough and chunk_scan_backward_gluon.refusal(dy, x, B, C, D, z) is None:
-            return HopperBackward(pieces=device.processors)
+            like = hopper_config(pairs, batch * length * B.shape[2] * 4 * B.shape[3], device)
+            return HopperBackward(pieces=like.pieces, state_parts=like.state_parts)
     return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], device)
 
 
