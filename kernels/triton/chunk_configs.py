@@ -91,6 +91,7 @@ class HopperBackward:
         state_parts: programs that share a piece in the pass that finds the states before the pieces.
         together: heads whose pairs of tokens one program sums, at most.
         turns: whether the two warpgroups of a walk take turns in adding and writing.
+        early: whether the walk back starts dB's product before dx's is there.
     """
 
     pieces: int = 132
@@ -101,6 +102,7 @@ class HopperBackward:
     pair_stages: int = 4
     pair_registers: int = 240
     turns: bool = False
+    early: bool = False
     stages: int = 2
     registers: int = 240
     state_parts: int = 1

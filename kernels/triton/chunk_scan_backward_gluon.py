@@ -373,9 +373,9 @@ def backward(
         slab = slab_of(here, free)
         pulled = empty(s.b, heads, here * CHUNK)
         launch(
-            walks.pulls_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N),
-            descriptor(hs, WIDTH, s.N), descriptor(dxw, CHUNK, WIDTH), lines, descriptor(turned, CHUNK, CHUNK),
-            found, adjoint, following, x if D is None else D, pulled, known, *sizes(first, here), s.b, W, **common,
+            walks.pulls_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N), hs,
+            descriptor(dxw, CHUNK, WIDTH), lines, descriptor(turned, CHUNK, CHUNK), found, adjoint, following,
+            x if D is None else D, pulled, known, *sizes(first, here), s.b, W, **common, EARLY=k.early,
             HAS_D=D is not None,
         )  # fmt: skip
         sum_slab(slab, dB, first, here)

@@ -326,10 +326,10 @@ def reads_kernel(
 
 @gluon.jit
 def pulls_consumer(
-    w: gl.constexpr, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, kept, starts, begin,
+    w: gl.constexpr, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin,
     final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
-    HAS_D: gl.constexpr, TURNS: gl.constexpr,
+    HAS_D: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = sX.dtype
     mm: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
@@ -347,7 +347,6 @@ def pulls_consumer(
     sSw = sS.index(w)
     sYw = sY.index(w)
     n = 0
-    m = 0
     for u in range(f0 // SC, (f1 - 1) // SC + 1):
         b, g, h0 = unit_of(u, G, UG, share)
         h = min(h0 + w, H - 1)
@@ -369,14 +368,8 @@ def pulls_consumer(
             sVk = sVs.index(k * 2 + w)
             sXk = sX.index(k * 2 + w)
             sDk = sD.index(k * 2 + w)
-            # What the last round wrote is read by now: whoever wrote dB gives that buffer back.
-            tma.store_wait(0)
             sSw.store(S.to(dtype))
             fence_async_shared()
-            barrier()
-            if n > 0:
-                if not gives(w, n - 1, TURNS):
-                    mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             mbarrier.wait(full.index(k), (n // ST) & 1)
             du = warpgroup_mma(
                 sB.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
@@ -385,6 +378,10 @@ def pulls_consumer(
             dyw = (sDk.permute((1, 0)).load(left).to(gl.float32) * into[None, :]).to(dtype)
             S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
             S = warpgroup_mma(dyw, sC.index(k), S, is_async=True)
+            if EARLY:
+                acc = warpgroup_mma(
+                    sXk, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True
+                )
             cj = sVk.slice(0, Q).load(gl.SliceLayout(1, mm)) - gl.log2(sVk.slice(Q, Q).load(gl.SliceLayout(1, mm)))
             ci = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
             # Above the diagonal the score is 0 and the exponent positive: bounded, so that the product is 0, not NaN.
@@ -392,43 +389,44 @@ def pulls_consumer(
             if HAS_D:
                 e = gl.where(qj[:, None] == qi[None, :], e + d, e)
             mixed = gl.convert_layout(e.to(dtype), left_p)
-            made = warpgroup_mma(
-                mixed, sDk, gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
-            )
             end_p = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mp))
             out_p = gl.exp2(end_p - sVk.slice(0, Q).load(gl.SliceLayout(1, mp)))
-            du = warpgroup_mma_wait(2, deps=[du])
+            if EARLY:
+                du = warpgroup_mma_wait(2, deps=[du])
+            else:
+                du = warpgroup_mma_wait(1, deps=[du])
             pull = gl.sum(du * sXk.load(mp).to(gl.float32), 1) * out_p
             gl.store(pulled + flow + at * Q + qp, pull, mask=keep)
-            made, S = warpgroup_mma_wait(0, deps=[made, S])
-            made = made + du * (out_p * sVk.slice(Q, Q).load(gl.SliceLayout(1, mp)))[:, None]
-            acc = warpgroup_mma(sXk, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
-            sYw.store(made.to(dtype))
-            fence_async_shared()
-            if valid:
-                tma.async_copy_shared_to_global(dx, [b * L + (first + at) * Q, (h0 + w) * P], sYw)
+            du = du * (out_p * sVk.slice(Q, Q).load(gl.SliceLayout(1, mp)))[:, None]
+            if not EARLY:
+                acc = warpgroup_mma(
+                    sXk, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True
+                )
+            du = warpgroup_mma(mixed, sDk, du, is_async=True)
             end = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn))
             out = gl.exp2(end - sVk.slice(0, Q).load(gl.SliceLayout(1, mn)))
             out = out * sVk.slice(Q, Q).load(gl.SliceLayout(1, mn)) * one
-            acc = warpgroup_mma_wait(0, deps=[acc])
+            S, acc = warpgroup_mma_wait(1, deps=[S, acc])
+            acc = acc * out[:, None]
+            # Whoever wrote in the last round gives the buffer back once it is read.
+            tma.store_wait(0)
+            du = warpgroup_mma_wait(0, deps=[du])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
-            whole = (first + at) % R == 0
-            window = (first + at) // R
-            if whole:
-                # The state that was kept here comes where the adjoint was for the products.
-                mbarrier.expect(kept.index(w), P * N * 2)
-                tma.async_copy_global_to_shared(hs, [(window * batch + b) * H * P + h * P, 0], kept.index(w), sSw)
-            acc = acc * out[:, None]
+            if n > 0:
+                if not gives(w, n - 1, TURNS):
+                    mbarrier.arrive(spare.index((n - 1) & 1), count=1)
+            sYw.store(du.to(dtype))
+            fence_async_shared()
+            if valid:
+                tma.async_copy_shared_to_global(dx, [b * L + (first + at) * Q, (h0 + w) * P], sYw)
             row = ((u % UG) * batch + b) * (SC * Q) + at * Q
             add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype, TURNS)
-            if whole:
-                mbarrier.wait(kept.index(w), m & 1)
-                m += 1
-                product = gl.sum(sSw.load(mn).to(gl.float32) * S, 1)
+            if (first + at) % R == 0:
+                window = (first + at) // R
+                kept = gl.load(hs + ((window * batch + b) * H + h).to(gl.int64) * (P * N) + pn).to(gl.float32)
                 to = known + ((b * H + h).to(gl.int64) * (W + 1) + window) * P + pr
-                gl.store(to, product, mask=pr < gl.where(valid, P, 0))
-                barrier()
+                gl.store(to, gl.sum(kept * S, 1), mask=pr < gl.where(valid, P, 0))
             n += 1
         if valid & (ce == SC):
             gl.store(final + (b * H + h).to(gl.int64) * (P * N) + pn, S)
@@ -440,7 +438,7 @@ def pulls_kernel(
     x, dy, B, C, slab, hs, dx, vec, scores, starts, begin, final, D, pulled, known,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch, W,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
-    SPLIT: gl.constexpr, R: gl.constexpr, TURNS: gl.constexpr, HAS_D: gl.constexpr,
+    SPLIT: gl.constexpr, R: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, HAS_D: gl.constexpr,
 ):  # fmt: skip
     """dx; slab: dB of each unit, as in reads_kernel; final fp32 [b, H, P, N]: the adjoint before the segment.
 
@@ -456,7 +454,7 @@ def pulls_kernel(
     sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
     sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
     sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
-    sS = gl.allocate_shared_memory(x.dtype, [2, P, N], hs.layout)
+    sS = gl.allocate_shared_memory(x.dtype, [2, P, N], slab.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
     sY = gl.allocate_shared_memory(x.dtype, [2, Q, P], dx.layout)
     sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
@@ -464,19 +462,17 @@ def pulls_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     spare = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    kept = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for k in gl.static_range(ST):
         mbarrier.init(full.index(k), count=1)
         mbarrier.init(empty.index(k), count=2)
     for k in gl.static_range(2):
         mbarrier.init(ready.index(k), count=1)
         mbarrier.init(spare.index(k), count=1)
-        mbarrier.init(kept.index(k), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (pulls_consumer, (0, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, kept, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D, TURNS)),  # noqa: E501
-            (pulls_consumer, (1, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, kept, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D, TURNS)),  # noqa: E501
+            (pulls_consumer, (0, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D, TURNS, EARLY)),  # noqa: E501
+            (pulls_consumer, (1, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D, TURNS, EARLY)),  # noqa: E501
             (walk_producer, (x, dy, B, C, vec, scores, sX, sD, sB, sC, sV, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
         ],
         [4, 1],
