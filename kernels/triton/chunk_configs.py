@@ -90,8 +90,6 @@ class HopperBackward:
         every: chunks between two states that are kept to tell what flows across chunks; a power of two.
         state_parts: programs that share a piece in the pass that finds the states before the pieces.
         together: heads whose pairs of tokens one program sums, at most.
-        turns: whether the two warpgroups of a walk take turns in adding and writing.
-        early: whether the walk back starts dB's product before dx's is there.
     """
 
     pieces: int = 132
@@ -101,8 +99,6 @@ class HopperBackward:
     together: int = 80
     pair_stages: int = 4
     pair_registers: int = 240
-    turns: bool = False
-    early: bool = False
     stages: int = 2
     registers: int = 240
     state_parts: int = 1

@@ -258,7 +258,7 @@ def backward(
 
     xw, dyw = (t.view(s.b, s.L, heads, WIDTH) if split > 1 else t for t in (x, dy))
     cut: dict[str, Any] = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
-    common = {**cut, "ST": k.stages, "RC": k.registers, "RP": 24, "R": k.every, "TURNS": k.turns, "num_warps": 4}
+    common = {**cut, "ST": k.stages, "RC": k.registers, "RP": 24, "R": k.every, "num_warps": 4}
     tiles = tuple(descriptor(t, CHUNK, width) for t, width in ((xw, WIDTH), (dyw, WIDTH), (B, s.N), (C, s.N)))
 
     lines = TensorDescriptor(
@@ -375,8 +375,7 @@ def backward(
         launch(
             walks.pulls_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N), hs,
             descriptor(dxw, CHUNK, WIDTH), lines, descriptor(turned, CHUNK, CHUNK), found, adjoint, following,
-            x if D is None else D, pulled, known, *sizes(first, here), s.b, W, **common, EARLY=k.early,
-            HAS_D=D is not None,
+            x if D is None else D, pulled, known, *sizes(first, here), s.b, W, **common, HAS_D=D is not None,
         )  # fmt: skip
         sum_slab(slab, dB, first, here)
         launch(

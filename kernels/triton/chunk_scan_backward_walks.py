@@ -183,21 +183,12 @@ def walk_producer(
 
 
 @gluon.jit
-def gives(w: gl.constexpr, n, TURNS: gl.constexpr):
-    """Whether warpgroup ``w`` gives its sum to the other in round ``n``."""
-    if TURNS:
-        return (n + w) & 1 == 1
-    return n * 0 + w == 0
-
-
-@gluon.jit
 def add_and_write(
     w: gl.constexpr, n, acc, sE, ready, spare, slab, row, column, layout: gl.constexpr, dtype: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The sum of both warpgroups' ``acc``: one gives in 16 bits, the other adds its own and writes."""
+    """The sum of both warpgroups' ``acc``: the first gives in 16 bits, the second adds its own and writes."""
     buffer = sE.index(n & 1)
-    if gives(w, n, TURNS):
+    if w == 0:
         mbarrier.wait(spare.index(n & 1), ((n >> 1) & 1) ^ 1)
         buffer.store(acc.to(dtype))
         barrier()
@@ -215,7 +206,6 @@ def reads_consumer(
     w: gl.constexpr, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin,
     final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
-    TURNS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = sX.dtype
     mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -264,16 +254,16 @@ def reads_consumer(
             got = gl.sum(acc * sC.index(k).load(mn).to(gl.float32), 1) * into
             gl.store(seen + flow + c * Q + qi, got, mask=keep)
             acc = acc * (into * one)[:, None]
-            # Whoever wrote in the last round gives the buffer back once it is read.
+            # The second warpgroup gives the last round's buffer back once it is written.
             tma.store_wait(0)
             S = warpgroup_mma_wait(0, deps=[S])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
-            if n > 0:
-                if not gives(w, n - 1, TURNS):
+            if w == 1:
+                if n > 0:
                     mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             row = ((u % UG) * batch + b) * (SC * Q) + c * Q
-            add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype, TURNS)
+            add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
             n += 1
         if valid & (ce == SC):
             gl.store(final + (b * H + h).to(gl.int64) * (P * N) + pn, S)
@@ -285,7 +275,7 @@ def reads_kernel(
     x, dy, B, C, slab, hs, vec, starts, begin, final, seen,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
-    SPLIT: gl.constexpr, R: gl.constexpr, TURNS: gl.constexpr,
+    SPLIT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """slab 16 bits [UG, b, SC Q, G, N]: dC of each unit. seen fp32 [b, H, NC Q]. hs [NC/R, b, H, P, N].
 
@@ -315,8 +305,8 @@ def reads_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, TURNS)),  # noqa: E501
-            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, TURNS)),  # noqa: E501
+            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
             (walk_producer, (x, dy, B, C, vec, x, sX, sD, sB, sC, sV, sX, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, False)),  # noqa: E501
         ],
         [4, 1],
@@ -329,7 +319,7 @@ def pulls_consumer(
     w: gl.constexpr, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin,
     final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
-    HAS_D: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr,
+    HAS_D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = sX.dtype
     mm: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
@@ -378,10 +368,6 @@ def pulls_consumer(
             dyw = (sDk.permute((1, 0)).load(left).to(gl.float32) * into[None, :]).to(dtype)
             S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
             S = warpgroup_mma(dyw, sC.index(k), S, is_async=True)
-            if EARLY:
-                acc = warpgroup_mma(
-                    sXk, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True
-                )
             cj = sVk.slice(0, Q).load(gl.SliceLayout(1, mm)) - gl.log2(sVk.slice(Q, Q).load(gl.SliceLayout(1, mm)))
             ci = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
             # Above the diagonal the score is 0 and the exponent positive: bounded, so that the product is 0, not NaN.
@@ -391,37 +377,31 @@ def pulls_consumer(
             mixed = gl.convert_layout(e.to(dtype), left_p)
             end_p = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mp))
             out_p = gl.exp2(end_p - sVk.slice(0, Q).load(gl.SliceLayout(1, mp)))
-            if EARLY:
-                du = warpgroup_mma_wait(2, deps=[du])
-            else:
-                du = warpgroup_mma_wait(1, deps=[du])
+            du = warpgroup_mma_wait(1, deps=[du])
             pull = gl.sum(du * sXk.load(mp).to(gl.float32), 1) * out_p
             gl.store(pulled + flow + at * Q + qp, pull, mask=keep)
             du = du * (out_p * sVk.slice(Q, Q).load(gl.SliceLayout(1, mp)))[:, None]
-            if not EARLY:
-                acc = warpgroup_mma(
-                    sXk, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True
-                )
+            acc = warpgroup_mma(sXk, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
             du = warpgroup_mma(mixed, sDk, du, is_async=True)
             end = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn))
             out = gl.exp2(end - sVk.slice(0, Q).load(gl.SliceLayout(1, mn)))
             out = out * sVk.slice(Q, Q).load(gl.SliceLayout(1, mn)) * one
             S, acc = warpgroup_mma_wait(1, deps=[S, acc])
             acc = acc * out[:, None]
-            # Whoever wrote in the last round gives the buffer back once it is read.
+            # The second warpgroup gives the last round's buffer back once it is written.
             tma.store_wait(0)
             du = warpgroup_mma_wait(0, deps=[du])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
-            if n > 0:
-                if not gives(w, n - 1, TURNS):
+            if w == 1:
+                if n > 0:
                     mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             sYw.store(du.to(dtype))
             fence_async_shared()
             if valid:
                 tma.async_copy_shared_to_global(dx, [b * L + (first + at) * Q, (h0 + w) * P], sYw)
             row = ((u % UG) * batch + b) * (SC * Q) + at * Q
-            add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype, TURNS)
+            add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
             if (first + at) % R == 0:
                 window = (first + at) // R
                 kept = gl.load(hs + ((window * batch + b) * H + h).to(gl.int64) * (P * N) + pn).to(gl.float32)
@@ -438,7 +418,7 @@ def pulls_kernel(
     x, dy, B, C, slab, hs, dx, vec, scores, starts, begin, final, D, pulled, known,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch, W,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
-    SPLIT: gl.constexpr, R: gl.constexpr, TURNS: gl.constexpr, EARLY: gl.constexpr, HAS_D: gl.constexpr,
+    SPLIT: gl.constexpr, R: gl.constexpr, HAS_D: gl.constexpr,
 ):  # fmt: skip
     """dx; slab: dB of each unit, as in reads_kernel; final fp32 [b, H, P, N]: the adjoint before the segment.
 
@@ -471,8 +451,8 @@ def pulls_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (pulls_consumer, (0, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D, TURNS, EARLY)),  # noqa: E501
-            (pulls_consumer, (1, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D, TURNS, EARLY)),  # noqa: E501
+            (pulls_consumer, (0, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (pulls_consumer, (1, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
             (walk_producer, (x, dy, B, C, vec, scores, sX, sD, sB, sC, sV, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
         ],
         [4, 1],
