@@ -41,8 +41,8 @@ def pairs_producer(
 
 @gluon.jit
 def pairs_consumer(
-    w: gl.constexpr, sX, sD, sV, full, empty, scores, flow, joined, products, weights, at, to, first, last, n, c, b, NC, H,
-    Q: gl.constexpr, ST: gl.constexpr,
+    w: gl.constexpr, sX, sD, sV, full, empty, scores, flow, joined, products, weights, at, to, first, last, n, c, b,
+    NC, H, Q: gl.constexpr, ST: gl.constexpr,
 ):  # fmt: skip
     """Every second head; ``at`` and ``to``: the chunk's place in scores and in weights."""
     mm: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
@@ -97,7 +97,7 @@ def pairs_kernel(
     x, dy, vec, scores, flow, joined, products, weights, L, H, G, NC, share, parts, batch,
     Q: gl.constexpr, P: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """A program has a chunk, and one of ``parts`` of a group's heads. scores [b, G, NC, Q, Q]: C Bᵀ, 0 above the diagonal.
+    """A program has a chunk, and one of ``parts`` of a group's heads. scores [b, G, NC, Q, Q]: C Bᵀ, lower triangles.
 
     Of each head, fp32 [b, H, NC Q]: flow, what each token reads of earlier ones of its chunk, less what it is read by
     later ones; joined, what it is read by others of its chunk and itself, per unit of step; products, x dy.
@@ -130,7 +130,7 @@ def pairs_kernel(
         [
             (pairs_consumer, (0, sX, sD, sV, full, empty, scores, flow, joined, products, weights, at, to, first, last, n, c, b, NC, H, Q, ST)),  # noqa: E501
             (pairs_consumer, (1, sX, sD, sV, full, empty, scores, flow, joined, products, weights, at, to + more, first, last, n, c, b, NC, H, Q, ST)),  # noqa: E501
-            (pairs_producer, (x, dy, vec, sX, sD, sV, full, empty, b * L + c * Q, first, n, line, NC, H, Q, P, ST, SPLIT)),
+            (pairs_producer, (x, dy, vec, sX, sD, sV, full, empty, b * L + c * Q, first, n, line, NC, H, Q, P, ST, SPLIT)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],

@@ -170,7 +170,7 @@ def walk(kernel: Any, *args: Any, **meta: Any) -> None:
 
 
 def pairs(x: Any, dy: Any, vec: Any, scores: Tensor, flow: Tensor, *args: Any, SPLIT: int, **_: Any) -> None:
-    joined, products, weights, L, H, G, NC, share, parts, batch = args
+    joined, products, weights, L, H, G, NC, share, _, batch = args
     x, dy, vec = plain(x), plain(dy), plain(vec)
     weights.zero_()
     w = Walk(x, dy, x, x, vec, (L, NC, G, 0, share, H, 0, 0, NC, 0))
