@@ -85,8 +85,11 @@ def resolve_target(target: str, device: Any = None) -> str:
     return target
 
 
-def lower(graph: Graph, target: str) -> dict[str, int]:
+def lower(graph: Graph, target: str, tiles: Any = None) -> dict[str, int]:
     """Replace canonical ops by the target's kernels, in place.
+
+    Args:
+        tiles: a user's table of tiles for kernels that take one, or None.
 
     Returns:
         op name -> how many were given a kernel. Ops without one keep their reference implementation.
@@ -103,6 +106,10 @@ def lower(graph: Graph, target: str) -> dict[str, int]:
         with graph.before(node, f"lower{{target={target}}}"):
             new = rule(graph, node) if rule else None
         if new is not None:
+            if tiles is not None:
+                from latentscan.lowering.tiles import give_tiles
+
+                give_tiles(graph, new, tiles)
             graph.replace(node, new)
             graph.graph.erase_node(node)
             done[name] = done.get(name, 0) + 1

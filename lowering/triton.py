@@ -18,15 +18,20 @@ from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonica
 from latentscan.ir.ops import ssm_exchange as _exchange  # noqa: F401
 from latentscan.kernels.triton.chunk_configs import refusal
 from latentscan.lowering import reference, triton_mamba
+from latentscan.lowering.tiles import with_tiles, without_tiles
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _define(name: str, module: str) -> Any:
-    """The op of a kernel: function ``name`` of a module of kernels/triton, described by the canonical op ``name``."""
+def _define(name: str, module: str, *, tuned: bool = False) -> Any:
+    """The op of a kernel: function ``name`` of a module of kernels/triton, described by the canonical op ``name``.
+
+    ``tuned``: it takes a user's table of tiles as well.
+    """
     canonical = getattr(torch.ops.latentscan, name).default
-    _LIBRARY.define(str(canonical._schema).split("::", 1)[1], tags=(torch.Tag.pt2_compliant_tag,))
+    schema = str(canonical._schema).split("::", 1)[1]
+    _LIBRARY.define(with_tiles(schema) if tuned else schema, tags=(torch.Tag.pt2_compliant_tag,))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = next(t for t in args if isinstance(t, torch.Tensor))
@@ -41,12 +46,12 @@ def _define(name: str, module: str) -> Any:
 
     _LIBRARY.impl(name, run, "CUDA")
     _LIBRARY.impl(name, refuse, "CPU")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", canonical, lib=_LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", without_tiles(canonical), lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 def _define_with_backward(name: str, module: str) -> Any:
-    op, backward_op = _define(name, module), _define(f"{name}_backward", module)
+    op, backward_op = _define(name, module, tuned=True), _define(f"{name}_backward", module, tuned=True)
 
     def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs)

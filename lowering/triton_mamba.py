@@ -22,6 +22,7 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import ssm_mixer as _mixer  # noqa: F401
+from latentscan.lowering.tiles import with_tiles, without_tiles
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -37,6 +38,7 @@ _MODULES = {
     "selective_scan_backward": "selective_scan_backward",
     "state_update": "state_update",
 }
+_TUNED = ("mamba_mixer", "mamba_mixer_backward")  # these take a user's table of tiles
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,7 +73,7 @@ def _tokens_last(tensor: Tensor) -> Tensor:
 
 def _fake(name: str) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
-        out = _canonical(name)(*args, **kwargs)
+        out = without_tiles(_canonical(name))(*args, **kwargs)
         if name == "selective_scan":
             return _tokens_last(out[0]), out[1]
         if name == "selective_scan_backward":  # du, ddelta and dz
@@ -83,7 +85,7 @@ def _fake(name: str) -> Callable[..., Any]:
 
 def _define(name: str) -> None:
     schema = str(_canonical(name)._schema).split("::", 1)[1]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(with_tiles(schema) if name in _TUNED else schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, _kernel(name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(name), lib=_LIBRARY)
 

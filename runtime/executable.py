@@ -17,6 +17,7 @@ from latentscan.lowering.places import name_groups
 from latentscan.lowering.select import lower, resolve_target
 from latentscan.lowering.states import share_final_states
 from latentscan.lowering.swap import Swapping, lower_swaps
+from latentscan.lowering.tiles import tiles_at
 from latentscan.passes.pipeline import Program
 from latentscan.runtime.binding import OwnedWeights, RecipeWeights
 from latentscan.runtime.options import Options
@@ -74,7 +75,7 @@ class Executable:
         inductor = self._options.use_inductor(device)
         share_final_states(graph)
         swaps = lower_swaps(graph, inductor=inductor)
-        lower(graph, target)
+        lower(graph, target, None if self._options.tiles is None else tiles_at(self._options.tiles))
         name_groups(graph, self._groups)
         outline_checkpoints(graph, higher_order=inductor or graph.overlap is not None)
         records = lower_cache_appends(graph.module)

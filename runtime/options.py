@@ -27,6 +27,7 @@ class Options:
         mesh: what parallel passes split over: text such as ``tp=2``, or a DeviceMesh with named axes.
         timeout: seconds that a rank waits for the others in a collective; None: what its process group was made with.
         weights: the directory that holds the weights of a model on the meta device.
+        tiles: the file of a table of tiles for the chunk scan, as ``latentscan bench ssd --tune`` writes it, or None.
     """
 
     pipeline: str = ""
@@ -38,6 +39,7 @@ class Options:
     mesh: Any = None
     timeout: float | None = None
     weights: Any = None
+    tiles: Any = None
 
     @classmethod
     def of(cls, given: dict[str, Any] | None) -> Options:
@@ -88,6 +90,10 @@ class Options:
             raise PipelineError("timeout is given without a mesh", remedy="give a mesh such as tp=2, or leave it out")
         if isinstance(self.mesh, str):
             parse_mesh(self.mesh)
+        if self.tiles is not None:
+            from latentscan.lowering.tiles import tiles_at
+
+            tiles_at(self.tiles)
         from latentscan.lowering.select import resolve_target
 
         resolve_target(self.target)

@@ -42,6 +42,7 @@ def wrap(
     inductor: Any = "auto",
     timeout: float | None = None,
     weights: Any = None,
+    tiles: Any = None,
 ) -> torch.nn.Module:
     """Rewrite a model by a pipeline of passes and compile it. The same object comes back.
 
@@ -62,6 +63,8 @@ def wrap(
             the rank, the collective, its module and where the others are. None: what the process groups were made with.
         weights: for a model on the meta device, the directory of safetensors files that holds its weights. With a mesh
             each rank reads its part only.
+        tiles: the file of a table of tiles for the chunk scan on this kind of GPU, as ``latentscan bench ssd --tune``
+            writes it; what it does not name has the shipped ones.
 
     Returns:
         ``model``, with ``model.report`` added.
@@ -75,7 +78,7 @@ def wrap(
         {
             "pipeline": pipeline, "mesh": mesh, "target": target, "calibration": calibration,
             "check": check, "dump": dump, "inductor": inductor, "timeout": timeout,
-            "weights": weights,
+            "weights": weights, "tiles": tiles,
         }
     )  # fmt: skip
     passes = parse(options.pipeline)

@@ -286,8 +286,10 @@ def show(data: dict[str, Any], console: Any) -> None:
     for row in data.get("tuned", ()):
         console.print(
             f"{row['way']}: {row['ms']:.3f} ms with {row['config']}, {row['shipped_ms']:.3f} as shipped "
-            f"({row['tried']} tried, {row['failed']} do not run here)",
+            f"({row['tried']} tried, {len(row['failed'])} do not run here)",
             highlight=False,
         )
+        for config, why in row["failed"]:
+            console.print(f"  {config}: {why}", highlight=False)
     words = ", ".join(f"{name} {value:.1e}" for name, value in data["error"].items())
     console.print(f"relative RMSE against fp64: {words}", highlight=False)

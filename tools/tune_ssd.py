@@ -23,11 +23,19 @@ def tune(
         time: milliseconds of a call.
 
     Returns:
-        of each way: its name, the shipped choice's ms, the best one's ms and itself; how many were tried and failed.
+        of each way: its name, the shipped choice's ms, the best one's ms and itself; how many were tried; those that
+        failed, as pairs of themselves and why.
 
     Raises:
-        KernelError: the file is there and is no table, or cannot be written.
+        KernelError: the file is there and is no table, or cannot be written. Exception: of the shipped choice, or one
+        that is not about what fits a device.
     """
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    # A pass of the compiler that fails is a RuntimeError; an AcceleratorError leaves no device to go on with.
+    unfit = (CompilationError, OutOfResources, PTXASError, RuntimeError)
+    broken = getattr(torch, "AcceleratorError", ())
     from latentscan.kernels.triton import chunk_scan as ours
     from latentscan.kernels.triton.chunk_configs import Device
 
@@ -44,9 +52,9 @@ def tune(
         ("backward", ours.choose_backward(x, B, C, D, None, dy)),
     ):
         found: list[tuple[float, Any]] = []
-        failed = 0
+        failed: list[tuple[str, str]] = []
         for config in candidates(base, units, processors):
-            step(f"{way} {len(found) + failed + 1}")
+            step(f"{way} {len(found) + len(failed) + 1}")
 
             def run(way: str = way, config: Any = config) -> Any:
                 if way == "forward":
@@ -55,10 +63,12 @@ def tune(
 
             try:
                 found.append((time(run), config))
-            except Exception:  # tiles that do not fit this device
-                if config == base:
+            except unfit as error:
+                if config == base or isinstance(error, broken):
                     raise
-                failed += 1
+                why = " ".join(str(error).split())[:200]
+                failed.append((repr(config), f"{type(error).__name__}: {why}"))
+                step(f"{way}: {config} does not run here: {failed[-1][1]}")
         ms, best = min(found, key=lambda f: f[0])
         dtype = str(x.dtype).removeprefix("torch.")
         rows.append(Row(way, device_name(x.device), dtype, (H, P, *B.shape[2:]), b * L, best, ms))

@@ -84,16 +84,21 @@ class HopperBackward:
 
     Attributes:
         pieces: programs of a walk; one a processor.
-        segments: runs of the sequence that are worked on one after the other; 0: as few as ``workspace`` allows.
-        workspace: bytes of a segment of the walk back; 0: a quarter of x's, or all that is wanted, if that is little.
+        segments: runs of the sequence that are worked on one after the other; 0: as few as ``workspace``, and what is
+            free where dx comes later, allow.
+        workspace: bytes for a segment of the walk back; 0: 9/32 of x's, or all that is wanted, if that is little.
         every: chunks between two states that are kept to tell what flows across chunks; a power of two.
         state_parts: programs that share a piece in the pass that finds the states before the pieces.
+        together: heads whose pairs of tokens one program sums, at most.
     """
 
     pieces: int = 132
     segments: int = 0
     workspace: int = 0
-    every: int = 4
+    every: int = 8
+    together: int = 80
+    pair_stages: int = 4
+    pair_registers: int = 240
     stages: int = 2
     registers: int = 240
     state_parts: int = 1

@@ -27,6 +27,7 @@ from latentscan.kernels.triton.chunk_configs import (
     hopper_config,
     refusal,
 )
+from latentscan.kernels.triton.chunk_tuning import parse_table
 
 GLUON_VERSIONS = ("3.6", "3.7")
 
@@ -68,12 +69,14 @@ def chunk_scan(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
-    config: Forward | Hopper | None = None,
+    config: Forward | Hopper | None = None, tiles: str = "",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y like x and the fp32 final state [b, H, P, N]; see :func:`latentscan.kernels.reference.ssm.chunk_scan`.
 
     Args:
         config: tile sizes; by default those of :mod:`latentscan.kernels.triton.chunk_configs`.
+        tiles: the text of a :class:`latentscan.kernels.triton.chunk_tuning.Table`, read where ``config`` is None; what
+            it does not know, or what these tensors cannot take, is left to the shipped choice.
 
     Raises:
         ValueError: limits, chunk size, groups, packing, dtype or sizes do not fit, with the values.
@@ -82,7 +85,7 @@ def chunk_scan(
         x, dt, A, B, C, D, z, dt_bias, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_min, dt_max
     )
     with _on(x):
-        config = config or choose_forward(x, B, C, D, z)
+        config = config or _told(tiles, x, B, C, D, z) or choose_forward(x, B, C, D, z)
         if isinstance(config, Forward):
             return plain_forward.forward(x, steps, B, C, D, z, init_state, config)
         from latentscan.kernels.triton import chunk_scan_gluon
@@ -98,7 +101,7 @@ def chunk_scan_backward(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
-    config: Backward | HopperBackward | None = None,
+    config: Backward | HopperBackward | None = None, tiles: str = "",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of :func:`chunk_scan`; see :func:`latentscan.kernels.reference.ssm.chunk_scan_backward`.
 
@@ -111,7 +114,7 @@ def chunk_scan_backward(
     )
     dy = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else rows_of(dy)
     with _on(x):
-        config = config or choose_backward(x, B, C, D, z, dy)
+        config = config or _told_back(tiles, x, B, C, D, z, dy) or choose_backward(x, B, C, D, z, dy)
         grads: Any
         if isinstance(config, Backward):
             grads = plain_backward.backward(dy, dfinal_state, x, steps, B, C, D, z, init_state, config)
@@ -138,6 +141,28 @@ def choose_forward(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor 
     return forward_config(pad(P), pad(B.shape[-1]), x.dtype, batch * heads, -(-length // 64), device)
 
 
+def _told(tiles: str, x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> Any:
+    """A user's choice for the forward, or None."""
+    config = parse_table(tiles).forward(x, B) if tiles else None
+    if not isinstance(config, Hopper):
+        return config
+    from latentscan.kernels.triton import chunk_scan_gluon
+
+    return config if gluon_works() and chunk_scan_gluon.refusal(x, B, C, D, z) is None else None
+
+
+def _told_back(
+    tiles: str, x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dy: Tensor
+) -> Any:  # fmt: skip
+    """A user's choice for the backward, or None."""
+    config = parse_table(tiles).backward(x, B) if tiles else None
+    if not isinstance(config, HopperBackward):
+        return config
+    from latentscan.kernels.triton import chunk_scan_backward_gluon
+
+    return config if gluon_works() and chunk_scan_backward_gluon.refusal(dy, x, B, C, D, z) is None else None
+
+
 def gluon_works() -> bool:
     """Gluon is experimental: only versions of Triton that our kernels were compiled with count."""
     return triton.__version__.rpartition(".")[0] in GLUON_VERSIONS
@@ -158,7 +183,10 @@ def choose_backward(
         pairs = batch * B.shape[2] * -(-(heads // B.shape[2] * (P // 64)) // 2)
         enough = pairs * (length // 64) >= 8 * device.processors
         if enough and chunk_scan_backward_gluon.refusal(dy, x, B, C, D, z) is None:
-            return HopperBackward(pieces=device.processors)
+            like = hopper_config(pairs, batch * length * B.shape[2] * 4 * B.shape[3], device)
+            # Of a short sequence dA has few windows to sum over, and their noise costs more than their states.
+            every = 8 if length >= 8192 else 4
+            return HopperBackward(pieces=like.pieces, state_parts=like.state_parts, every=every)
     return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], device)
 
 

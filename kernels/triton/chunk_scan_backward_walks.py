@@ -4,10 +4,12 @@ Both walk the chunks of a piece with the fp32 state of their head in registers, 
 B and C between their two heads. See :mod:`latentscan.kernels.triton.chunk_scan_backward_gluon`.
 
     ends      what a piece adds to the state (x, B), or to its adjoint (dy, C; REV: from the last chunk to the first)
-    reads     forward, with the state h: dC of two heads, and what each token reads
-    pulls     from the last chunk to the first, with the adjoint g: dx, dB of two heads, and how each token is read
+    reads     forward, with the state h: dC of two heads, and what each token reads, of what came before its chunk
+    pulls     from the last chunk to the first, with the adjoint g: dx; dB of two heads, and how each token is read,
+              of what comes after its chunk; the flow h g where h was kept
 
-The two heads' dB or dC are summed on the chip: the warpgroups take turns in adding the other's and writing the sum.
+The two heads' dB or dC are summed on the chip: one warpgroup gives its own, the other adds and writes. What pairs of
+tokens in a chunk need is in :mod:`latentscan.kernels.triton.chunk_scan_backward_pairs`, but for dx.
 """
 
 from __future__ import annotations
@@ -145,7 +147,7 @@ def ends_kernel(
 
 @gluon.jit
 def walk_producer(
-    x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H,
+    x, dy, B, C, vec, scores, sX, sD, sB, sC, sV, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, REV: gl.constexpr,
 ):  # fmt: skip
     u = f0 // SC
@@ -155,7 +157,10 @@ def walk_producer(
         s = i % ST
         mbarrier.wait(empty.index(s), ((i // ST) & 1) ^ 1)
         bar = full.index(s)
-        mbarrier.expect(bar, (2 * Q * N + 4 * Q * P) * 2 + 16 * Q)
+        if REV:
+            mbarrier.expect(bar, (2 * Q * N + 4 * Q * P + Q * Q) * 2 + 16 * Q)
+        else:
+            mbarrier.expect(bar, (2 * Q * N + 4 * Q * P) * 2 + 16 * Q)
         chunk = chunk_at(c, first, SC, REV)
         row = b * L + chunk * Q
         tma.async_copy_global_to_shared(x, [row, h0 * P], bar, sX.index(s * 2))
@@ -164,6 +169,8 @@ def walk_producer(
         tma.async_copy_global_to_shared(dy, [row, (h0 + 1) * P], bar, sD.index(s * 2 + 1))
         tma.async_copy_global_to_shared(B, [row, g * N], bar, sB.index(s))
         tma.async_copy_global_to_shared(C, [row, g * N], bar, sC.index(s))
+        if REV:
+            tma.async_copy_global_to_shared(scores, [((b * G + g) * NC + chunk) * Q, 0], bar, sG.index(s))
         for w in gl.static_range(2):
             h = min(h0 + w, H - 1)
             line = (b * (H // SPLIT) + h // SPLIT) * NC + chunk
@@ -177,11 +184,11 @@ def walk_producer(
 
 @gluon.jit
 def add_and_write(
-    w: gl.constexpr, n, acc, sE, ready, spare, slab, row, column, layout: gl.constexpr, dtype: gl.constexpr
+    w: gl.constexpr, n, acc, sE, ready, spare, slab, row, column, layout: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """The sum of both warpgroups' ``acc``: one gives in 16 bits, the other adds its own and writes; in turns."""
+    """The sum of both warpgroups' ``acc``: the first gives in 16 bits, the second adds its own and writes."""
     buffer = sE.index(n & 1)
-    if (n + w) & 1 == 1:
+    if w == 0:
         mbarrier.wait(spare.index(n & 1), ((n >> 1) & 1) ^ 1)
         buffer.store(acc.to(dtype))
         barrier()
@@ -197,16 +204,13 @@ def add_and_write(
 @gluon.jit
 def reads_consumer(
     w: gl.constexpr, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin,
-    final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
+    final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = sX.dtype
-    mm: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
-    mp: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 16])
     mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mn, 2)
-    qi = gl.arange(0, Q, layout=gl.SliceLayout(1, mm))
-    qj = gl.arange(0, Q, layout=gl.SliceLayout(0, mm))
+    qi = gl.arange(0, Q, layout=gl.SliceLayout(1, mn))
     pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
     nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
     pn = pr[:, None] * N + nn[None, :]
@@ -230,52 +234,34 @@ def reads_consumer(
             k = n % ST
             sVk = sVs.index(k * 2 + w)
             sXk = sX.index(k * 2 + w)
-            sDk = sD.index(k * 2 + w)
             sSw.store(S.to(dtype))
             fence_async_shared()
             if (first + c) % R == 0:
                 if valid:
                     tma.async_copy_shared_to_global(hs, [(((first + c) // R) * batch + b) * H * P + h * P, 0], sSw)
             mbarrier.wait(full.index(k), (n // ST) & 1)
-            S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
-            inner = warpgroup_mma(
-                sDk, sXk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
+            acc = warpgroup_mma(
+                sD.index(k * 2 + w), sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True
             )
-            score = warpgroup_mma(
-                sC.index(k), sB.index(k).permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            got = warpgroup_mma(
-                sC.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
-            )
-            ci = sVk.slice(0, Q).load(gl.SliceLayout(1, mm))
-            cj = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
-            step = sVk.slice(Q, Q).load(gl.SliceLayout(0, mm))
-            e = gl.exp2(gl.where(qi[:, None] >= qj[None, :], ci[:, None] - cj[None, :], float("-inf"))) * step[None, :]
-            inner, score, got = warpgroup_mma_wait(0, deps=[inner, score, got])
-            got = gl.convert_layout(gl.sum(got * sDk.load(mp).to(gl.float32), 1), gl.SliceLayout(1, mm)) * gl.exp2(ci)
-            e = e * inner
-            # Without the diagonal, which no decay is in: its rounding errors could be all of ddt.
-            r = gl.where(qi[:, None] > qj[None, :], e * score, 0.0)
-            gl.store(reads + flow + c * Q + qi, gl.sum(r, 1) + got, mask=keep)
-            gl.store(seen + flow + c * Q + qi, got, mask=keep)
-            pair = gl.convert_layout((e * one).to(dtype), left)
-            into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(1, left))) * one
-            dyw = (sDk.load(left).to(gl.float32) * into[:, None]).to(dtype)
-            acc = warpgroup_mma(dyw, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
-            acc = warpgroup_mma(pair, sB.index(k), acc, is_async=True)
             end = sVk.slice(Q - 1, 1).load(gl.SliceLayout(0, left))
             out = gl.exp2(end - sVk.slice(0, Q).load(gl.SliceLayout(0, left)))
             out = out * sVk.slice(Q, Q).load(gl.SliceLayout(0, left))
             xs = (sXk.permute((1, 0)).load(left).to(gl.float32) * out[None, :]).to(dtype)
+            S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
             S = warpgroup_mma(xs, sB.index(k), S, is_async=True)
-            # Whoever wrote in the last round gives the buffer back once it is read.
+            into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(1, mn)))
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            got = gl.sum(acc * sC.index(k).load(mn).to(gl.float32), 1) * into
+            gl.store(seen + flow + c * Q + qi, got, mask=keep)
+            acc = acc * (into * one)[:, None]
+            # The second warpgroup gives the last round's buffer back once it is written.
             tma.store_wait(0)
-            acc, S = warpgroup_mma_wait(0, deps=[acc, S])
+            S = warpgroup_mma_wait(0, deps=[S])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
-            if (n > 0) & ((n + w) & 1 == 1):
-                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
+            if w == 1:
+                if n > 0:
+                    mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             row = ((u % UG) * batch + b) * (SC * Q) + c * Q
             add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
             n += 1
@@ -286,16 +272,15 @@ def reads_consumer(
 
 @gluon.jit
 def reads_kernel(
-    x, dy, B, C, slab, hs, vec, starts, begin, final, reads, seen,
+    x, dy, B, C, slab, hs, vec, starts, begin, final, seen,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
     SPLIT: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """slab 16 bits [UG, b, SC Q, G, N]: dC of each unit. reads, seen fp32 [b, H, NC Q]. hs [NC/R, b, H, P, N].
+    """slab 16 bits [UG, b, SC Q, G, N]: dC of each unit. seen fp32 [b, H, NC Q]. hs [NC/R, b, H, P, N].
 
-    reads: of each token, summed over channels, times dy: what it reads of all earlier ones; seen: of the state
-    before its chunk only. hs: the state before every R-th chunk.
-    final fp32 [b, H, P, N]: the state after the segment.
+    Both of what came before the chunk only. seen: what each token reads, summed over channels, times dy. hs: the state
+    before every R-th chunk. final fp32 [b, H, P, N]: the state after the segment.
     """
     pid = gl.program_id(0)
     f0 = piece(pid, pieces, T)
@@ -320,9 +305,9 @@ def reads_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, reads, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (walk_producer, (x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, False)),  # noqa: E501
+            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, vec, x, sX, sD, sB, sC, sV, sX, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, False)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],
@@ -331,8 +316,8 @@ def reads_kernel(
 
 @gluon.jit
 def pulls_consumer(
-    w: gl.constexpr, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin,
-    final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch,
+    w: gl.constexpr, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin,
+    final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
     HAS_D: gl.constexpr,
 ):  # fmt: skip
@@ -344,6 +329,7 @@ def pulls_consumer(
     left_p: gl.constexpr = gl.DotOperandLayout(0, mp, 2)
     qj = gl.arange(0, Q, layout=gl.SliceLayout(1, mm))  # rows: the tokens read from
     qi = gl.arange(0, Q, layout=gl.SliceLayout(0, mm))
+    qp = gl.arange(0, Q, layout=gl.SliceLayout(1, mp))
     pr = gl.arange(0, P, layout=gl.SliceLayout(1, mn))
     nn = gl.arange(0, N, layout=gl.SliceLayout(0, mn))
     pn = pr[:, None] * N + nn[None, :]
@@ -356,7 +342,7 @@ def pulls_consumer(
         h = min(h0 + w, H - 1)
         valid = h0 + w < (g + 1) * share
         one = gl.where(valid, 1.0, 0.0)
-        keep = qj < gl.where(valid, Q, 0)
+        keep = qp < gl.where(valid, Q, 0)
         cs = max(f0 - u * SC, 0)
         ce = min(f1 - u * SC, SC)
         if cs > 0:
@@ -374,68 +360,53 @@ def pulls_consumer(
             sDk = sD.index(k * 2 + w)
             sSw.store(S.to(dtype))
             fence_async_shared()
-            if ((first + at + 1) % R == 0) & (c > 0):
-                if valid:
-                    tma.async_copy_shared_to_global(gs, [(((at + 1) // R) * batch + b) * H * P + h * P, 0], sSw)
             mbarrier.wait(full.index(k), (n // ST) & 1)
-            S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
-            inner = warpgroup_mma(
-                sXk, sDk.permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False, is_async=True
-            )
-            score = warpgroup_mma(
-                sB.index(k), sC.index(k).permute((1, 0)), gl.zeros([Q, Q], gl.float32, layout=mm), use_acc=False,
-                is_async=True,
-            )  # fmt: skip
-            cj = sVk.slice(0, Q).load(gl.SliceLayout(1, mm))
-            ci = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
-            step = sVk.slice(Q, Q).load(gl.SliceLayout(1, mm))
-            e = gl.exp2(gl.where(qj[:, None] <= qi[None, :], ci[None, :] - cj[:, None], float("-inf")))
-            inner, score = warpgroup_mma_wait(0, deps=[inner, score])
-            own = qj[:, None] == qi[None, :]
-            inner = inner * e
-            gl.store(same + flow + at * Q + qj, gl.sum(gl.where(own, inner, 0.0), 1), mask=keep)
-            both = inner * score
-            gl.store(itself + flow + at * Q + qj, gl.sum(gl.where(own, both, 0.0), 1), mask=keep)
-            gl.store(inside + flow + at * Q + qj, gl.sum(gl.where(own, 0.0, both), 1), mask=keep)
-            pair = gl.convert_layout((inner * (step * one)[:, None]).to(dtype), left)
-            e = e * score * step[:, None]
-            if HAS_D:
-                e = gl.where(own, e + d, e)
-            mixed = gl.convert_layout(e.to(dtype), left_p)
             du = warpgroup_mma(
                 sB.index(k), sSw.permute((1, 0)), gl.zeros([Q, P], gl.float32, layout=mp), use_acc=False, is_async=True
             )
+            into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(0, left)))
+            dyw = (sDk.permute((1, 0)).load(left).to(gl.float32) * into[None, :]).to(dtype)
+            S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
+            S = warpgroup_mma(dyw, sC.index(k), S, is_async=True)
+            cj = sVk.slice(0, Q).load(gl.SliceLayout(1, mm)) - gl.log2(sVk.slice(Q, Q).load(gl.SliceLayout(1, mm)))
+            ci = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
+            # Above the diagonal the score is 0 and the exponent positive: bounded, so that the product is 0, not NaN.
+            e = gl.exp2(gl.minimum(ci[None, :] - cj[:, None], 80.0)) * sG.index(k).load(mm).to(gl.float32)
+            if HAS_D:
+                e = gl.where(qj[:, None] == qi[None, :], e + d, e)
+            mixed = gl.convert_layout(e.to(dtype), left_p)
             end_p = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mp))
             out_p = gl.exp2(end_p - sVk.slice(0, Q).load(gl.SliceLayout(1, mp)))
-            du = warpgroup_mma_wait(0, deps=[du])
+            du = warpgroup_mma_wait(1, deps=[du])
             pull = gl.sum(du * sXk.load(mp).to(gl.float32), 1) * out_p
-            gl.store(pulled + flow + at * Q + qj, gl.convert_layout(pull, gl.SliceLayout(1, mm)), mask=keep)
+            gl.store(pulled + flow + at * Q + qp, pull, mask=keep)
             du = du * (out_p * sVk.slice(Q, Q).load(gl.SliceLayout(1, mp)))[:, None]
+            acc = warpgroup_mma(sXk, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
             du = warpgroup_mma(mixed, sDk, du, is_async=True)
-            end = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, left))
-            out = gl.exp2(end - sVk.slice(0, Q).load(gl.SliceLayout(1, left)))
-            out = out * sVk.slice(Q, Q).load(gl.SliceLayout(1, left)) * one
-            xw = (sXk.load(left).to(gl.float32) * out[:, None]).to(dtype)
-            du = warpgroup_mma_wait(0, deps=[du])
-            acc = warpgroup_mma(xw, sSw, gl.zeros([Q, N], gl.float32, layout=mn), use_acc=False, is_async=True)
-            acc = warpgroup_mma(pair, sC.index(k), acc, is_async=True)
-            # Whoever wrote in the last round gives the buffer back once it is read.
+            end = sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn))
+            out = gl.exp2(end - sVk.slice(0, Q).load(gl.SliceLayout(1, mn)))
+            out = out * sVk.slice(Q, Q).load(gl.SliceLayout(1, mn)) * one
+            S, acc = warpgroup_mma_wait(1, deps=[S, acc])
+            acc = acc * out[:, None]
+            # The second warpgroup gives the last round's buffer back once it is written.
             tma.store_wait(0)
+            du = warpgroup_mma_wait(0, deps=[du])
             barrier()
-            if (n > 0) & ((n + w) & 1 == 1):
-                mbarrier.arrive(spare.index((n - 1) & 1), count=1)
+            mbarrier.arrive(empty.index(k), count=1)
+            if w == 1:
+                if n > 0:
+                    mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             sYw.store(du.to(dtype))
             fence_async_shared()
             if valid:
                 tma.async_copy_shared_to_global(dx, [b * L + (first + at) * Q, (h0 + w) * P], sYw)
-            into = gl.exp2(sVk.slice(0, Q).load(gl.SliceLayout(0, left)))
-            dyw = (sDk.permute((1, 0)).load(left).to(gl.float32) * into[None, :]).to(dtype)
-            S = warpgroup_mma(dyw, sC.index(k), S, is_async=True)
-            acc, S = warpgroup_mma_wait(0, deps=[acc, S])
-            barrier()
-            mbarrier.arrive(empty.index(k), count=1)
             row = ((u % UG) * batch + b) * (SC * Q) + at * Q
             add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
+            if (first + at) % R == 0:
+                window = (first + at) // R
+                kept = gl.load(hs + ((window * batch + b) * H + h).to(gl.int64) * (P * N) + pn).to(gl.float32)
+                to = known + ((b * H + h).to(gl.int64) * (W + 1) + window) * P + pr
+                gl.store(to, gl.sum(kept * S, 1), mask=pr < gl.where(valid, P, 0))
             n += 1
         if valid & (ce == SC):
             gl.store(final + (b * H + h).to(gl.int64) * (P * N) + pn, S)
@@ -444,16 +415,16 @@ def pulls_consumer(
 
 @gluon.jit
 def pulls_kernel(
-    x, dy, B, C, slab, gs, dx, vec, starts, begin, final, D, inside, itself, pulled, same,
-    L, NC, G, UG, share, H, T, pieces, SC, first, batch,
+    x, dy, B, C, slab, hs, dx, vec, scores, starts, begin, final, D, pulled, known,
+    L, NC, G, UG, share, H, T, pieces, SC, first, batch, W,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
     SPLIT: gl.constexpr, R: gl.constexpr, HAS_D: gl.constexpr,
 ):  # fmt: skip
     """dx; slab: dB of each unit, as in reads_kernel; final fp32 [b, H, P, N]: the adjoint before the segment.
 
-    Of each token, summed over channels, fp32 [b, H, SC Q], per unit of step: inside, how it is read by later ones of
-    its chunk; itself, by itself; pulled, after its chunk. same: x dy. gs: the adjoint before every R-th chunk but the
-    segment's first.
+    pulled fp32 [b, H, SC Q]: how each token is read after its chunk, summed over channels, per unit of step.
+    scores [b, G, NC, Q, Q]: B Cᵀ. hs: the state before every R-th chunk; known fp32 [b, H, W + 1, P]: that times its
+    adjoint, summed over N.
     """
     pid = gl.program_id(0)
     f0 = piece(pid, pieces, T)
@@ -462,7 +433,8 @@ def pulls_kernel(
     sD = gl.allocate_shared_memory(x.dtype, [ST * 2, Q, P], dy.layout)
     sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
     sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
-    sS = gl.allocate_shared_memory(x.dtype, [2, P, N], gs.layout)
+    sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
+    sS = gl.allocate_shared_memory(x.dtype, [2, P, N], slab.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
     sY = gl.allocate_shared_memory(x.dtype, [2, Q, P], dx.layout)
     sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
@@ -479,9 +451,9 @@ def pulls_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (pulls_consumer, (0, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (pulls_consumer, (1, slab, gs, dx, sX, sD, sB, sC, sS, sE, sY, sV, full, empty, ready, spare, starts, begin, final, D, inside, itself, pulled, same, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (walk_producer, (x, dy, B, C, vec, sX, sD, sB, sC, sV, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
+            (pulls_consumer, (0, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (pulls_consumer, (1, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (walk_producer, (x, dy, B, C, vec, scores, sX, sD, sB, sC, sV, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
         ],
         [4, 1],
         [RC, RP],

@@ -1,12 +1,15 @@
 """A user's own table of tiles for the chunk scan: made by ``latentscan bench ssd --tune``, read where it is given.
 
-Nothing here is looked up by itself: a table is a value that its user passes on, as ``config=table.forward(x, B)``.
+Nothing here is looked up by itself: a table is a value that its user passes on, as ``config=table.forward(x, B)`` to a
+kernel or as ``tiles=`` to a model.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -58,6 +61,10 @@ class Table:
         best = min(fitting, key=lambda r: (abs(math.log2(r.tokens / (b * L))), r.tokens))
         return best.config if abs(math.log2(best.tokens / (b * L))) <= 2 else None
 
+    def only(self, heads: int, head_dim: int, groups: int, d_state: int) -> Table:
+        """The rows of that shape."""
+        return Table(tuple(r for r in self.rows if r.shape == (heads, head_dim, groups, d_state)))
+
     def with_rows(self, rows: Iterable[Row]) -> Table:
         """These rows in place of those for the same class and length."""
         new = {(r.way, r.device, r.dtype, r.shape, r.tokens): r for r in (*self.rows, *rows)}
@@ -71,14 +78,27 @@ class Table:
         return f'{{"schema": {SCHEMA}, "rows": [\n' + ",\n".join(rows) + "\n]}\n"
 
 
-def read_table(path: str | Path) -> Table:
+def read_table(path: str | os.PathLike[str]) -> Table:
     """The table in a file.
 
     Raises:
         ValueError: it is no such table, or one of another version, with what is wrong. OSError: it cannot be read.
     """
     try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_table(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+@functools.lru_cache(maxsize=256)
+def parse_table(text: str) -> Table:
+    """The table in a text.
+
+    Raises:
+        ValueError: it is no such table, or one of another version, with what is wrong.
+    """
+    try:
+        told = json.loads(text)
         if told["schema"] != SCHEMA:
             raise ValueError(f"it is of version {told['schema']}, not {SCHEMA}")
         rows = []
@@ -91,9 +111,7 @@ def read_table(path: str | Path) -> Table:
                 raise ValueError(f"a {type(config).__name__} is no choice of the {row['way']}")
             rows.append(Row(**{**row, "config": config, "shape": tuple(row["shape"])}))
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no table of tiles: {type(error).__name__}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"no table of tiles: {type(error).__name__}: {error}") from error
     return Table(tuple(rows))
 
 

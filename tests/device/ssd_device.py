@@ -49,6 +49,7 @@ NUMERICS: dict[str, Case] = {
         ("z",),
         packed=(0, 5, 64, 65, 400, 777),
     ),
+    "gluon back, slabs in dx": Case((1, 2000, 32, 64, 2, 128), BF16, None, HopperBackward(workspace=2 << 20), ("z",)),
     "gluon back odd share": Case((2, 384, 27, 64, 3, 128), BF16, None, HopperBackward(pieces=17, segments=2), ("z",)),
     "gluon back P128 N64 line": Case(
         (2, 512, 16, 128, 2, 64), FP16, None, HopperBackward(pieces=7, segments=2, every=4), ("z",), strided=True

@@ -25,9 +25,13 @@ from latentscan.kernels.triton.chunk_tuning import warm_up
 from latentscan.tests.kernels.chunk_scan_checks import NAMES, Case, draw, error
 
 Q, P = 64, 64
+FLOW = 1.0  # 0: a walk that loses what flows across chunks
 CASES: dict[str, tuple[Case, HopperBackward]] = {
     "segments, ragged": (
         Case((1, 777, 2, 64, 1, 64), torch.float32, absent=("z",)), HopperBackward(pieces=5, segments=3, every=2),
+    ),
+    "slabs in dx": (
+        Case((1, 1100, 4, 64, 2, 64), torch.float32, absent=("z",)), HopperBackward(workspace=1 << 18, every=2),
     ),
     "packed, parts": (
         Case((1, 500, 3, 64, 1, 64), torch.float32, absent=("z", "D"), packed=(0, 70, 400)),
@@ -118,11 +122,12 @@ def walk(kernel: Any, *args: Any, **meta: Any) -> None:
     reverse = kernel is walks.pulls_kernel
     x, dy, B, C, slab, kept = (plain(t) for t in args[:6])
     if reverse:
-        dx, vec, starts, begin, final, D, inside, itself, pulled, same = (plain(t) for t in args[6:16])
-        sizes = args[16:]
+        dx, vec, scores, starts, begin, final, D, pulled, known = (plain(t) for t in args[6:15])
+        sizes = args[15:]
+        scores = scores.view(x.shape[0], B.shape[2], -1, Q, Q)
     else:
-        vec, starts, begin, final, reads, seen = (plain(t) for t in args[6:12])
-        sizes = args[12:]
+        vec, starts, begin, final, seen = (plain(t) for t in args[6:11])
+        sizes = args[11:]
     w = Walk(x, dy, B, C, vec, sizes)
     R, split = meta["R"], meta["SPLIT"]
     slab.zero_()
@@ -138,42 +143,58 @@ def walk(kernel: Any, *args: Any, **meta: Any) -> None:
         xt, dt = w.chunk(w.x, b, h, chunk), w.chunk(w.dy, b, h, chunk)
         Bt, Ct = w.chunk(w.B, b, g, chunk), w.chunk(w.C, b, g, chunk)
         e = torch.where(causal, torch.exp2((cum[:, None] - cum[None, :]).clamp(max=0)), 0.0)  # [reader, source]
-        inner, score = (dt @ xt.T) * e, Ct @ Bt.T
-        both = inner * score
         rows = slab[u % w.UG * w.batch + b, at * Q : (at + 1) * Q, g]
         if reverse:
-            if (chunk + 1) % R == 0 and c > 0:
-                kept[(at + 1) // R * w.batch + b, h * P : (h + 1) * P, 0] = state
             out = torch.exp2(cum[-1] - cum)
-            rows += ((xt * (out * step)[:, None]) @ state + (inner * step[None, :]).T @ Ct).to(rows.dtype)
+            rows += ((xt * (out * step)[:, None]) @ state).to(rows.dtype)
             du = (Bt @ state.T) * out[:, None]
-            made = (e * score).T @ dt * step[:, None] + du * step[:, None]
+            made = (e.T * scores[b, g, chunk].double()) @ dt * step[:, None] + du * step[:, None]
             if meta["HAS_D"]:
                 made = made + dt * D[h // split].double()
             tokens = slice(chunk * Q, min((chunk + 1) * Q, w.L))
             dx[b, tokens, h] = made[: max(0, tokens.stop - tokens.start)].to(dx.dtype)
-            place = slice(at * Q, (at + 1) * Q)
-            inside[b, h, place] = (both.sum(0) - both.diagonal()).float()
-            itself[b, h, place], same[b, h, place] = both.diagonal().float(), inner.diagonal().float()
-            pulled[b, h, place] = (du * xt).sum(1).float()
+            pulled[b, h, at * Q : (at + 1) * Q] = (du * xt).sum(1).float()
         else:
             if chunk % R == 0:
                 kept[chunk // R * w.batch + b, h * P : (h + 1) * P, 0] = state
             into = torch.exp2(cum)
-            rows += ((dt * into[:, None]) @ state + (inner * step[None, :]) @ Bt).to(rows.dtype)
-            got = ((Ct @ state.T) * dt).sum(1) * into
-            place = slice(chunk * Q, (chunk + 1) * Q)
-            seen[b, h, place] = got.float()
-            reads[b, h, place] = (got + (both * step[None, :]).tril(-1).sum(1)).float()
+            rows += ((dt * into[:, None]) @ state).to(rows.dtype)
+            seen[b, h, chunk * Q : (chunk + 1) * Q] = (((Ct @ state.T) * dt).sum(1) * into).float()
         more, decay = w.added(b, h, chunk, reverse)
         S[h + b * w.H] = state * decay + more
+        if reverse and chunk % R == 0:
+            h0 = kept[chunk // R * w.batch + b, h * P : (h + 1) * P, 0].double()
+            known[b, h, chunk // R] = (h0 * S[h + b * w.H]).sum(1).float() * FLOW
         if c == w.SC - 1:
             final[b, h] = S[h + b * w.H].float()
+
+
+def pairs(x: Any, dy: Any, vec: Any, scores: Tensor, flow: Tensor, *args: Any, SPLIT: int, **_: Any) -> None:
+    joined, products, weights, L, H, G, NC, share, _, batch = args
+    x, dy, vec = plain(x), plain(dy), plain(vec)
+    weights.zero_()
+    w = Walk(x, dy, x, x, vec, (L, NC, G, 0, share, H, 0, 0, NC, 0))
+    causal = torch.ones(Q, Q).tril().bool()
+    for b in range(batch):
+        for h in range(H):
+            for c in range(NC):
+                cum, step = w.decay(b, h, c)
+                e = torch.where(causal, torch.exp2((cum[:, None] - cum[None, :]).clamp(max=0)), 0.0)
+                inner = (w.chunk(dy, b, h, c) @ w.chunk(x, b, h, c).T) * e  # [reader, source]
+                both = inner * scores[b, h // share, c].double()
+                across = both.tril(-1)
+                at = slice(c * Q, (c + 1) * Q)
+                flow[b, h, at] = ((across * step).sum(1) - across.sum(0) * step).float()
+                joined[b, h, at] = both.sum(0).float()
+                products[b, h, at] = inner.diagonal().float()
+                weights[h % 2, b, h // share, c] += (inner * step).T.float()
 
 
 def stand_in(kernel: Any, grid: int, *args: Any, **meta: Any) -> None:
     if kernel is walks.ends_kernel:
         ends(*args, **meta)
+    elif kernel is ours.pairs_kernel:
+        pairs(*args, **meta)
     elif kernel in (walks.reads_kernel, walks.pulls_kernel):
         walk(kernel, *args, **meta)
     else:
@@ -208,10 +229,14 @@ def main() -> None:
     told["shipped"] = errors(*CASES["packed, parts"])
     sizes: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "lengths": (20, 1), "batch": 2}
     told["warm_up"] = {"calls": warm_up(2, 16, 1, 16, **sizes, z=True, initial=True, packed=True, backward=True)}
-    cross = ours.cross_kernel
-    ours.launch = lambda kernel, *a, **m: None if kernel is cross else stand_in(kernel, *a, **m)  # type: ignore[assignment]
-    torch.empty = lambda *a, _empty=torch.empty, **m: _empty(*a, **m).zero_()  # type: ignore[assignment]
+    global FLOW
+    FLOW = 0.0
     told["sabotage: nothing flows across chunks"] = errors(*CASES["segments, ragged"])
+    FLOW = 1.0
+    counts = ours.counts_kernel
+    ours.launch = lambda kernel, *a, **m: None if kernel is counts else stand_in(kernel, *a, **m)  # type: ignore[assignment]
+    torch.empty = lambda *a, _empty=torch.empty, **m: _empty(*a, **m).zero_()  # type: ignore[assignment]
+    told["sabotage: the flow is not counted on"] = errors(*CASES["segments, ragged"])
     print(json.dumps(told))
 
 

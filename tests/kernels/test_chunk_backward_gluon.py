@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -14,7 +16,7 @@ import torch
 
 from latentscan.kernels.triton import chunk_configs, chunk_scan
 from latentscan.kernels.triton.chunk_configs import Backward, HopperBackward
-from latentscan.kernels.triton.chunk_scan_backward_gluon import segment_chunks
+from latentscan.kernels.triton.chunk_scan_backward_gluon import segment_chunks, segments_back
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +42,9 @@ def test_a_warm_up_calls_forward_and_backward_of_every_length(found):
     assert found["warm_up"] == {"calls": 4}
 
 
-def test_a_flow_that_is_left_out_is_seen(found):
-    errors = found["sabotage: nothing flows across chunks"]
+@pytest.mark.parametrize("fault", ["nothing flows across chunks", "the flow is not counted on"])
+def test_a_flow_that_is_left_out_is_seen(found, fault):
+    errors = found[f"sabotage: {fault}"]
     assert errors["A"] > 1e-2
     assert errors["dt"] > 1e-3
 
@@ -50,7 +53,7 @@ def test_a_flow_that_is_left_out_is_seen(found):
 @pytest.mark.parametrize("segments", [0, 1, 3])
 def test_segments_are_whole_windows_and_fit(chunks, segments):
     every, room = HopperBackward().every, 76
-    got = segment_chunks(chunks, 1 << 20, room << 20, segments, every)
+    got = segment_chunks(chunks, room, segments, every)
     assert got % every == 0
     count = -(-chunks // got)
     if segments:
@@ -60,12 +63,31 @@ def test_segments_are_whole_windows_and_fit(chunks, segments):
         assert got >= chunks or got * 2 + every > room
 
 
+@given(
+    chunks=st.integers(1, 3000).map(lambda n: 2 * n), most=st.integers(0, 300), every=st.sampled_from([2, 4, 8, 16]),
+    kept=st.none() | st.sampled_from([0.5, 0.25, 0.125]), slab=st.floats(0.4, 2.0),
+)  # fmt: skip
+def test_a_segment_back_never_writes_where_states_are_kept(chunks, most, every, kept, slab):
+    spans = segments_back(chunks, most, kept, slab, every)
+    assert [a for a, _ in spans] == [a + n for a, n in spans[1:]] + [0]
+    assert spans[0][0] + spans[0][1] == chunks
+    for first, here in spans:
+        assert here > 0 and first % every == 0
+        windows = -(-(first + here) // every)
+        if kept is not None:
+            # States up to the segment's end lie before it, or it is the first, whose states are moved away.
+            assert first == 0 or windows * every * kept <= first
+        else:
+            assert here <= max(most, every) + every
+
+
 @pytest.mark.parametrize(
     ("batch", "tokens", "heads", "dtype", "kind"),
     [
         (1, 2048, 80, torch.bfloat16, HopperBackward),
         (1, 1024, 80, torch.bfloat16, Backward),  # too few chunks for all processors
         (40, 256, 16, torch.bfloat16, HopperBackward),
+        (1, 32768, 80, torch.bfloat16, HopperBackward),
         (40, 200, 16, torch.bfloat16, Backward),  # rows that copies cannot see as one
         (1, 32768, 80, torch.float32, Backward),
     ],
@@ -79,6 +101,9 @@ def test_gluon_is_chosen_where_it_fits_and_there_is_work_for_it(monkeypatch, bat
     with FakeTensorMode():
         x = torch.empty(batch, tokens, heads, 64, dtype=dtype, device="cuda")
         B = torch.empty(batch, tokens, 1, 128, dtype=dtype, device="cuda")
-        assert type(chunk_scan.choose_backward(x, B, B, None, None, x)) is kind
+        chosen = chunk_scan.choose_backward(x, B, B, None, None, x)
+        assert type(chosen) is kind
+        if isinstance(chosen, HopperBackward):
+            assert chosen.every == (8 if tokens >= 8192 else 4)
         monkeypatch.setattr(chunk_configs.Device, "of", staticmethod(lambda device: chunk_configs.A100))
         assert type(chunk_scan.choose_backward(x, B, B, None, None, x)) is Backward

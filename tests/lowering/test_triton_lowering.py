@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import latentscan
 from latentscan.ir.capture import capture
 from latentscan.ir.errors import KernelError, PipelineError
+from latentscan.kernels.triton import chunk_scan
+from latentscan.kernels.triton.chunk_configs import Backward, Forward, Hopper
+from latentscan.kernels.triton.chunk_tuning import Row, Table
 from latentscan.lowering import reference, select, triton, triton_mamba
 from latentscan.lowering.select import lower, resolve_target
+from latentscan.runtime.options import Options
 
 
 class Scan(nn.Module):
@@ -123,3 +129,88 @@ def test_a_mixer_of_tensors_on_a_gpu_is_given_its_kernels(monkeypatch):
 
     done = lower(planning_graph(build("mamba2"), cached=False), "triton")
     assert {"causal_conv1d", "chunk_scan", "gated_rms_norm"} <= set(done)
+
+
+def tiles(*shapes):
+    rows = [
+        Row(way, "cpu", "float32", shape, tokens, config, 1.0)
+        for shape in shapes
+        for tokens in (18, 1000)
+        for way, config in (("forward", Forward(segments=tokens)), ("backward", Backward(heads=2)))
+    ]
+    return Table(tuple(rows))
+
+
+def test_a_table_of_tiles_reaches_the_kernels_of_its_shapes_and_no_other():
+    graph = capture(Scan(), inputs=inputs())
+    for table, expected in ((tiles((4, 16, 2, 16), (9, 9, 9, 9)), tiles((4, 16, 2, 16))), (tiles((9, 9, 9, 9)), None)):
+        lowered = graph.copy()
+        lower(lowered, "triton", table)
+        (scan,) = (n for n in lowered.nodes if "chunk_scan" in str(n.target))
+        assert scan.kwargs.get("tiles") == (expected.text() if expected else None)
+    lowered = graph.copy()
+    assert lower(lowered, "reference", tiles((4, 16, 2, 16))) == {}
+
+
+def test_forward_and_backward_of_a_lowered_scan_take_their_rows(monkeypatch):
+    """The ops are CUDA's: their kernels' functions are called as the ops call them."""
+    text = tiles((4, 16, 2, 16)).text()
+    seen = []
+    with FakeTensorMode():
+        ins = inputs()
+        args = [t.requires_grad_() for t in (ins["x"], ins["dt"], torch.empty(4), ins["B"], ins["C"])]
+        options = {"chunk_size": 16, "dt_softplus": True, "dt_min": 0.0, "dt_max": 1.0}
+
+        def run(*given, results):
+            seen.append(given[-1])
+            return (None,) * results
+
+        monkeypatch.setattr(chunk_scan.plain_forward, "forward", functools.partial(run, results=2))
+        monkeypatch.setattr(chunk_scan.plain_backward, "backward", functools.partial(run, results=9))
+        chunk_scan.chunk_scan(*args, **options, tiles=text)
+        chunk_scan.chunk_scan_backward(ins["x"], None, *args, **options, tiles=text)
+        assert seen == [Forward(segments=18), Backward(heads=2)]
+        chunk_scan.chunk_scan(*args, **options)
+        assert seen[2] != Forward(segments=18)
+        y, _ = triton.CHUNK_SCAN(*args, **options, tiles=text)
+        assert y.grad_fn.options["tiles"] == text
+        torch.autograd.grad(y.sum(), args)
+    hopper = Row("forward", "cpu", "float32", (4, 16, 2, 16), 18, Hopper(), 1.0)
+    assert chunk_scan._told(Table((hopper,)).text(), *(ins[n] for n in ("x", "B", "C")), None, None) is None
+
+
+def test_the_mixer_hands_its_tiles_to_the_scan(monkeypatch):
+    from latentscan.kernels.triton import mamba_mixer
+
+    text = tiles((4, 16, 2, 16)).text()
+    seen = []
+    monkeypatch.setattr(chunk_scan, "chunk_scan", lambda *a, tiles, **o: seen.append(tiles))
+    monkeypatch.setattr(chunk_scan, "chunk_scan_backward", lambda *a, tiles, **o: seen.append(tiles))
+    ins = inputs()
+    parts = mamba_mixer.parts(text)
+    parts.scan(ins["x"], ins["dt"], torch.empty(4), ins["B"], ins["C"])
+    parts.scan_backward(ins["x"], None, ins["x"], ins["dt"], torch.empty(4), ins["B"], ins["C"])
+    assert seen == [text, text]
+    for name in ("mamba_mixer", "mamba_mixer_backward"):
+        assert "str tiles" in str(getattr(torch.ops.latentscan_triton, name).default._schema)
+
+
+def test_a_model_is_given_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "tiles.json"
+    path.write_text("{}")
+    with pytest.raises(PipelineError, match=r"tiles\.json"):
+        Options.of({"tiles": path})
+    with pytest.raises(PipelineError, match="not a file's name"):
+        Options.of({"tiles": 3})
+    with pytest.raises(PipelineError, match=r"none\.json"):
+        Options.of({"tiles": tmp_path / "none.json"})
+    from latentscan.runtime import executable
+    from latentscan.tests.models import build
+
+    table = tiles((4, 16, 2, 16))
+    path.write_text(table.text())
+    given = []
+    monkeypatch.setattr(executable, "lower", lambda graph, target, tiles: given.append(tiles))
+    model = latentscan.wrap(build("mamba2"), tiles=path)
+    model(input_ids=torch.zeros(1, 8, dtype=torch.long))
+    assert given == [table]

@@ -96,8 +96,12 @@ def test_the_fastest_that_runs_is_written_and_the_rest_of_the_table_stays(tmp_pa
             raise RuntimeError("out of shared memory")
         return {3: 0.25}.get(len(calls), 1.0)
 
-    told = tune_ssd.tune(path, ins, time, lambda text: None)
-    assert [(t["way"], t["shipped_ms"], t["failed"]) for t in told] == [("forward", 1.0, 1), ("backward", 1.0, 0)]
+    said = []
+    told = tune_ssd.tune(path, ins, time, said.append)
+    assert [(t["way"], t["shipped_ms"], len(t["failed"])) for t in told] == [("forward", 1.0, 1), ("backward", 1.0, 0)]
+    ((tile, why),) = told[0]["failed"]
+    assert tile.startswith("Forward(") and why == "RuntimeError: out of shared memory"
+    assert any(tile in line and why in line for line in said)
     assert told[0]["ms"] == 0.25
     table = read_table(path)
     assert len(table.rows) == 3 and table.rows[0].shape == (1, 2, 3, 4)
@@ -105,6 +109,21 @@ def test_the_fastest_that_runs_is_written_and_the_rest_of_the_table_stays(tmp_pa
     with pytest.raises(RuntimeError):  # the shipped choice itself does not run: no table
         tune_ssd.tune(path, ins, lambda run: (_ for _ in ()).throw(RuntimeError("no")), lambda text: None)
     assert read_table(path) == table
+
+
+def test_a_fault_that_is_not_about_what_fits_is_no_tile_that_failed(tmp_path):
+    ins = bench_ssd.inputs(1, 256, 4, 64, 1, 16, device="cpu")
+    calls = []
+
+    def time(run):
+        calls.append(run)
+        if len(calls) == 2:
+            raise TypeError("a fault of ours")
+        return 1.0
+
+    with pytest.raises(TypeError, match="of ours"):
+        tune_ssd.tune(tmp_path / "tiles.json", ins, time, lambda text: None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_is_not_there_leaves_nothing(tmp_path):
