@@ -64,9 +64,9 @@ def test_it_needs_regions():
 
 @pytest.mark.parametrize(("length", "size"), [(7, 2), (6, 3), (1, 4), (5, 4)])
 def test_lengths_that_the_ranks_do_not_divide_are_filled_up_with_zeros(length, size):
-    x = torch.randn(2, length, 3)
-    parts = [sequence._own(x, 1, size, rank) for rank in range(size)]
+    x = torch.randn(length, 2, 3)
+    parts = [sequence._own(x, size, rank) for rank in range(size)]
     assert len({p.shape for p in parts}) == 1
-    joined = torch.cat(parts, 1)
-    assert torch.equal(joined[:, :length], x)
-    assert not joined[:, length:].any()
+    joined = torch.cat(parts)
+    assert torch.equal(joined[:length], x)
+    assert not joined[length:].any()
