@@ -98,6 +98,12 @@ class Graph:
     def weight_at(self, path: str) -> Weight | None:
         return self._by_path.get(path)
 
+    def rename_weight(self, path: str, to: str) -> None:
+        """Call a weight by another of its names, unless it is not read here or that name is taken."""
+        if path in self._by_path and to not in self._by_path:
+            weight = self._by_path[to] = self._by_path.pop(path)
+            weight.path = to
+
     def value(self, node: Any) -> Any:
         """The fake value of a node (or the argument itself if it is no node)."""
         return node.meta.get(VALUE) if isinstance(node, fx.Node) else node

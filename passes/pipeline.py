@@ -304,7 +304,9 @@ def check_facts(current: Pass, record: PassRecord, context: Context, graph: Grap
         required |= set(context.facts)
     for name, module in sorted(required):
         if name == current.name and module not in at:
-            why = next((r.reason for r in record.refusals if r.module in (module, "")), "it is not in this graph")
+            near = [r for r in record.refusals if not module or not r.module or f"{module}.".startswith(f"{r.module}.")]
+            near.sort(key=lambda r: r.module not in (module, ""))  # its own first, then those of what it is in
+            why = near[0].reason if near else "it is not in this graph"
             remedy = "other graphs of this model were rewritten here; call it as it was wrapped, or unwrap it"
             dropped = written_out_dropout(graph, module)
             if dropped is not None and not {module, ""} & {r.module for r in record.refusals}:

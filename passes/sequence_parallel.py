@@ -13,7 +13,7 @@ from latentscan.ir.graph import LOCAL, VALUE, Graph
 from latentscan.ir.mesh import Axis
 from latentscan.ir.ops.collectives import copy_to, reduce_from
 from latentscan.ir.ops.sequence import gather_tokens, scatter_tokens, shard_tokens, unshard_tokens
-from latentscan.ir.sizes import expression, same
+from latentscan.ir.sizes import expression, hint_of, same
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
 from latentscan.passes.sharding import differentiable
 from latentscan.passes.tensor_parallel import tp_axis
@@ -44,7 +44,11 @@ class SequenceParallel(Pass):
         found = stream(graph)
         if isinstance(found, Refusal):
             return [found]
-        nodes, _ = found
+        nodes, holder = found
+        tokens = hint_of(graph.value(holder))
+        if 0 < tokens <= axis.size:  # a dimension of one token would be traced as fixed
+            reason = f"traced with {tokens} tokens, at most one for each of {axis.size} ranks"
+            return [Refusal("", "one-token", reason, "nothing to do: there is nothing to split")]
         exits = sum(n.target is reduce_from for n in nodes)
         whole = sum(any(u not in nodes and u.target is not copy_to for u in n.users) for n in nodes)
         note = f"{len(nodes)} nodes on own tokens, {exits} reduce-scatters; {whole} values are also needed whole"

@@ -72,7 +72,8 @@ class TensorParallel(Pass):
                 continue
             inside.update(dict.fromkeys(region.roles, ""))
             found.append(_site(graph, anchor, region, axis, why))
-        for weight in vocabularies(graph):
+        planned = {m for (name, m), facts in context.facts.items() if name == self.name and "rows" in facts}
+        for weight in vocabularies(graph, planned):
             made = vocabulary_site(graph, weight, axis, inside)
             found.append(made)
             if isinstance(made, Site):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ def _embedding(node: fx.Node) -> dict[str, Any]:
     return dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
 
 
-def vocabularies(graph: Graph) -> list[fx.Node]:
-    """The weights that are looked up by the model's token ids, and those that make one logit for each of their rows."""
+def vocabularies(graph: Graph, planned: Container[str] = ()) -> list[fx.Node]:
+    """The weights that are looked up by the model's token ids, and those that make one logit for each of their rows.
+
+    Args:
+        planned: modules whose tables another graph of the model has split: a call with embedded inputs looks up none.
+    """
     tables: list[fx.Node] = []
     for node in graph.calls(F.embedding, torch.embedding):
         given = _embedding(node)
@@ -36,9 +41,14 @@ def vocabularies(graph: Graph) -> list[fx.Node]:
         linear = linear_of(graph, node)
         if linear is None or linear.transposed or graph.weight(linear.weight) is None:
             continue
-        if graph.shape(linear.weight)[0] in rows and linear.weight not in tables and _is_last(graph, node):
+        known = graph.shape(linear.weight)[0] in rows or _module(graph, linear.weight) in planned
+        if known and linear.weight not in tables and _is_last(graph, node):
             tables.append(linear.weight)
     return tables
+
+
+def _module(graph: Graph, weight: fx.Node) -> str:
+    return graph.weight(weight).path.rpartition(".")[0]  # type: ignore[union-attr]
 
 
 def _is_last(graph: Graph, node: fx.Node) -> bool:
@@ -58,7 +68,7 @@ def _is_last(graph: Graph, node: fx.Node) -> bool:
 def vocabulary_site(graph: Graph, weight: fx.Node, axis: Axis, inside: dict[fx.Node, str]) -> Site | Refusal:
     """How a table of the vocabulary is split, or why it is not."""
     path = graph.weight(weight).path  # type: ignore[union-attr]
-    module, remedy = path.rpartition(".")[0], "it stays whole on every rank"
+    module, remedy = _module(graph, weight), "it stays whole on every rank"
     rows = int(graph.shape(weight)[0])
     if rows < axis.size:
         return Refusal(module, "few-rows", f"{rows} rows for {axis.size} ranks", remedy)
@@ -77,7 +87,7 @@ def vocabulary_site(graph: Graph, weight: fx.Node, axis: Axis, inside: dict[fx.N
         else:
             return Refusal(module, "other-reader", f"{path} is also read by {user.name}", remedy)
     counts = shares(rows, axis.size)
-    facts = {"rows": rows, "ranks": axis.size, "of_rank": "|".join(map(str, counts)), "uses": "|".join(uses)}
+    facts = {"rows": rows, "ranks": axis.size, "of_rank": "|".join(map(str, counts))}
     tied = " (tied)" if len(set(uses)) > 1 else ""
     return Site(
         module, "vocabulary", weight.name, facts, f"rows: {', '.join(map(str, counts))}; {' and '.join(uses)}{tied}"

@@ -9,7 +9,7 @@ import torch
 
 from latentscan.ir.errors import CheckpointError
 from latentscan.ir.weights import Recipe
-from latentscan.runtime.own import bury, get, place, release, tombstone
+from latentscan.runtime.own import bury, get, place, release, tombstone, trained
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.stored import Stored
 
@@ -122,14 +122,14 @@ class _Filling:
                 for s, p in zip(recipe.sources, like, strict=True)
             ]
             values = recipe.make(*given)
-        trains = any(
+        trains = [
             p.requires_grad or (s in self.new and p.is_floating_point())
             for s, p in zip(recipe.sources, like, strict=True)
-        )
-        for path, value in zip(recipe.targets, values, strict=True):
+        ]
+        for path, value, flag in zip(recipe.targets, values, trained(recipe, trains), strict=True):
             module, name = place(self.model, path)
             own = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-            module.register_parameter(name, torch.nn.Parameter(own.detach(), requires_grad=trains))
+            module.register_parameter(name, torch.nn.Parameter(own.detach(), requires_grad=flag))
             self.made.add(path)
         for source in recipe.sources:
             self.readers[source] -= 1

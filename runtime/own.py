@@ -12,6 +12,7 @@ from latentscan.ir.weights import Recipe, bytes_of
 
 RELEASED = "_latentscan_released"  # on a module: names of its buffers that stand for released Parameters
 TIES = "_latentscan_ties"  # on the model: path of a released Parameter -> its other names
+FROZEN = "_latentscan_frozen"  # on the model: paths of released Parameters that did not train
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -62,6 +63,25 @@ def _moved(model: torch.nn.Module, path: str) -> RefusedError:
     )
 
 
+def trained(recipe: Recipe, flags: Sequence[bool]) -> list[bool]:
+    """Which targets train, given which sources do: a part does if what it is a part of does, else all or none.
+
+    Raises:
+        RefusedError: the bias of a sum over the ranks trains and its weight does not. The first rank alone holds the
+        bias, so the others' backward passes might start later, without the collectives that it waits for.
+    """
+    if not recipe.parts:
+        return [any(flags)] * len(recipe.targets)
+    alone = len(recipe.parts) < len(recipe.sources) or recipe.parts[-1].dim is None
+    if alone and flags[-1] and not flags[0]:
+        raise RefusedError(
+            f"{recipe.sources[-1]}, which the first rank alone holds, trains and {recipe.sources[0]} does not",
+            where=recipe.module,
+            remedy="train both or neither of them",
+        )
+    return list(flags[: len(recipe.targets)])
+
+
 def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:
     """Compute every recipe and register its targets: Parameters, or of buffers alone buffers, unsaved. All or none."""
     made: list[tuple[torch.nn.Module, str]] = []
@@ -69,8 +89,8 @@ def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:
         for recipe in recipes:
             sources = [get(model, path) for path in recipe.sources]
             values = recipe.make(*sources)
-            trains = any(s.requires_grad for s in sources)
-            for path, value in zip(recipe.targets, values, strict=True):
+            flags = trained(recipe, [s.requires_grad for s in sources])
+            for path, value, trains in zip(recipe.targets, values, flags, strict=True):
                 module, name = place(model, path)
                 if any(isinstance(s, torch.nn.Parameter) for s in sources):
                     module.register_parameter(name, torch.nn.Parameter(value.detach().clone(), requires_grad=trains))
@@ -98,6 +118,9 @@ def release(model: torch.nn.Module, paths: Sequence[str], device: torch.device |
         the bytes freed.
     """
     old = {id(p): p for p in (get(model, path) for path in paths)}
+    frozen = {path for path in paths if not get(model, path).requires_grad}
+    if frozen:
+        setattr(model, FROZEN, getattr(model, FROZEN, frozenset()) | frozen)
     dead = {key: tombstone(p.shape, p.dtype, device or p.device) for key, p in old.items()}
     names: dict[int, list[str]] = {}
     for prefix, module in list(model.named_modules()):
@@ -171,8 +194,11 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
         targets = [rebuilt[t] if t in rebuilt else get(model, t) for t in recipe.targets]
         with torch.no_grad():
             values = recipe.inverse(*targets)  # type: ignore[misc]
-        trains = any(t.requires_grad for t in targets)  # type: ignore[union-attr]
-        for path, value in zip(recipe.sources, values, strict=True):
+        flags = [t.requires_grad for t in targets]  # type: ignore[union-attr]
+        if not recipe.parts:
+            flags = [any(flags)]
+        flags += [path not in getattr(model, FROZEN, ()) and any(flags) for path in recipe.sources[len(flags) :]]
+        for path, value, trains in zip(recipe.sources, values, flags, strict=True):
             rebuilt[path] = torch.nn.Parameter(value.detach().clone(), requires_grad=trains)
     ties = getattr(model, TIES, {})
     rebuilt.update({other: p for path, p in list(rebuilt.items()) for other in ties.get(path, ())})
@@ -190,6 +216,7 @@ def restore(model: torch.nn.Module, recipes: Sequence[Recipe], released: Sequenc
             if hasattr(module, name):
                 delattr(module, name)
     model.__dict__.pop(TIES, None)
+    model.__dict__.pop(FROZEN, None)
     ignored = [path for path in getattr(model, DDP_IGNORES, ()) if path not in released and path not in ties]
     if ignored:
         setattr(model, DDP_IGNORES, ignored)

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from latentscan.ir.capture import forget_compiled, from_dynamo, reason_of, trace_settings, with_own_code
-from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError
+from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError, VerifyError
 from latentscan.ir.frontends.base import MARK
 from latentscan.ir.frontends.packing import packed_forward
 from latentscan.ir.graph import Graph
@@ -26,7 +26,7 @@ from latentscan.runtime.executable import Executable
 from latentscan.runtime.mesh import agree_on_order, agree_on_starts, check_call
 from latentscan.runtime.models import FSDP_FLAG, drop_input_hook, prepare_sharded, refuse_inner_shards
 from latentscan.runtime.options import Options
-from latentscan.runtime.own import check_places, get, shrink_tombstones
+from latentscan.runtime.own import TIES, check_places, get, shrink_tombstones
 from latentscan.runtime.plan import ModelPlan
 
 # The recompile limit's error is no TorchDynamoException.
@@ -110,10 +110,14 @@ class Session:
     def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         check_places(self.model, self.plan.recipes, self.plan.released)
         graph = from_dynamo(module, example_inputs)
+        for path in self.plan.released:  # a tied weight is planned under one of its names
+            for other in getattr(self.model, TIES, {}).get(path, ()):
+                graph.rename_weight(other, path)
         inputs = list(graph.inputs)
         context = Context(facts=self.plan.facts, own_parameters=True, required=self.plan.required, mesh=self.mesh)
         training, cached = graph.training, is_cached(graph)
         program = run(graph, self.passes, context, strict=False)
+        self._check_released(program)
         traced = TracedGraph(training, cached, program.records, mesh=self.mesh)
         traced.executable = Executable(
             program, inputs, self.options, self.weights, traced.note, traced.scheduled.append,
@@ -122,6 +126,19 @@ class Session:
         )  # fmt: skip
         self.graphs.append(traced)
         return traced.executable
+
+    def _check_released(self, program: Program) -> None:
+        """Raise VerifyError if a graph still reads a weight that is gone: it would compute with NaN."""
+        graph = program.forced(False).graph
+        assert graph is not None
+        for path in self.plan.released:
+            weight = graph.weight_at(path)
+            if weight is not None and graph.node(weight.placeholder).users:
+                raise VerifyError(
+                    f"this graph reads {path}, which other graphs of this model were rewritten to do without",
+                    where=path.rpartition(".")[0],
+                    remedy="call it as it was wrapped, or unwrap it",
+                )
 
     @property
     def groups(self) -> dict[str, str]:

@@ -31,11 +31,12 @@ def check(ranks: list[dict[str, Any]], steps: int = 1) -> None:
         assert max(found["gradients"]) < TOLERANCE
         assert found.get("generate", True)
         assert found.get("logits", 0.0) < TOLERANCE
+        assert found.get("embeds", 0.0) < TOLERANCE
 
 
 def test_a_llama_whose_heads_the_ranks_do_not_divide_equals_one_process(tmp_path):
     """9 query and 3 KV heads over 2 ranks: two KV groups and one; 97 features: 49 and 48."""
-    whole, dropped = launch(2, [{**LLAMA, "steps": 2, "do": ["generate"]}, {**LLAMA, "drop": 1}], tmp_path)
+    whole, dropped = launch(2, [{**LLAMA, "steps": 2, "do": ["generate", "embeds"]}, {**LLAMA, "drop": 1}], tmp_path)
     check(whole, steps=2)
     regions = [f"model.layers.{i}.{m}" for m in ("self_attn", "mlp") for i in (0, 1)]
     assert whole[0]["sites"] == [*regions, "model.embed_tokens", "lm_head"]
@@ -79,6 +80,15 @@ def test_five_steps_of_training_equal_one_process(world, families, sequence, tmp
         cases.append({**case, "pipeline": text, "steps": 5, "do": ["generate"]})
     for ranks in launch(world, cases, tmp_path, timeout=1800):
         check(ranks, steps=5)
+
+
+@pytest.mark.slow
+def test_embedded_inputs_go_through_a_tied_head(tmp_path):
+    """Without a lookup the graph knows the tied weight by the head's name alone."""
+    tied = {"family": "llama", "overrides": {"tie_word_embeddings": True}, "do": ["embeds"]}
+    (found,) = launch(2, [tied], tmp_path)
+    check(found)
+    assert all("embeds" in f for f in found)
 
 
 @pytest.mark.slow

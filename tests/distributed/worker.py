@@ -13,8 +13,8 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     drop                leave out the collective of this number in the training graph (sabotage)
     whole               sabotage: parts of weights are cut from whole ones
     weights             a folder: the first rank saves the model there, and every rank wraps it from the meta device
-    do                  more to do afterwards: "generate", "save:<folder>", "convert:<folder>", "unwrap", "load",
-                        "nll", "mismatch"
+    do                  more to do afterwards: "generate", "embeds", "save:<folder>", "convert:<folder>", "unwrap",
+                        "load", "nll", "mismatch"
     rank_overrides      {rank: overrides of that rank alone} for ranks that do not agree
 """
 
@@ -271,6 +271,10 @@ def more(what: str, model: torch.nn.Module, one: torch.nn.Module, result: dict[s
             result["logits"] = distance(model(**given).logits, one(**given).logits)
             made = [m.generate(**given, max_new_tokens=6, do_sample=False) for m in (model, one)]  # type: ignore
         result["generate"] = bool(torch.equal(*made))
+    elif what == "embeds":
+        values = torch.randn(2, 9, one.config.hidden_size, generator=torch.Generator().manual_seed(3))
+        found = [m(inputs_embeds=values, use_cache=False).logits for m in (model, one)]
+        result["embeds"] = distance(*found)
     elif what == "nll":
         from latentscan.tools import demo
 

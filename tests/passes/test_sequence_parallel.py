@@ -55,6 +55,19 @@ def test_a_step_of_one_token_is_left_as_it_is():
     assert [r.rule for r in records[1].refusals] == ["one-token"]
 
 
+@pytest.mark.parametrize(
+    ("seq", "size", "left"), [(2, 2, True), (3, 2, False), (4, 4, True), (3, 4, True), (5, 4, False)]
+)
+def test_no_more_than_a_token_for_each_rank_is_left_as_it_is(seq, size, left):
+    """A dimension of one token is traced as fixed, which the rest of the pipeline forbids."""
+    model = build("llama", num_hidden_layers=1, num_key_value_heads=4)
+    graph = capture(
+        model, inputs={"input_ids": torch.ones(2, seq, dtype=torch.long), "use_cache": False}, training=True
+    )
+    for rank in range(size):
+        assert [r.rule for r in on_rank(graph, size, rank).records[1].refusals] == ["one-token"] * left
+
+
 def test_it_needs_regions():
     with pytest.raises(PipelineError, match="needs tensor-parallel"):
         parse("sequence-parallel")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from latentscan.ir.capture import capture
-from latentscan.ir.errors import MeshError, PipelineError, VerifyError
+from latentscan.ir.errors import MeshError, PipelineError, RefusedError, VerifyError
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import parse_mesh
 from latentscan.ir.order import check_order, collectives, ranks_to_try
 from latentscan.passes import sharding
 from latentscan.passes.base import Context
-from latentscan.passes.pipeline import Program, parse, run
+from latentscan.passes.pipeline import Program, facts_of, parse, run
 from latentscan.runtime.options import Options
+from latentscan.runtime.own import make_parameters
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 
@@ -63,6 +65,52 @@ def test_the_bias_of_a_row_belongs_to_the_first_rank():
     graph = traced("gpt_neox", num_hidden_layers=1)
     held = ["gpt_neox.layers.0.attention.dense.bias" in shapes(on_rank(graph, "tp=3", rank)) for rank in range(3)]
     assert held == [True, False, False]
+
+
+def _recipes(model: Any, rank: int) -> list[Any]:
+    graph = on_rank(capture(model, training=True), "tp=2", rank).graph
+    assert graph is not None
+    return [a.recipe for a in graph.added if a.index == 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_part_trains_if_what_it_is_a_part_of_does(rank):
+    """A frozen weight whose bias trains stays frozen, and the other way round; unwrap gives the flags back."""
+    model = build("qwen2", num_hidden_layers=1)
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.weight.requires_grad_(False)
+    attention.k_proj.bias.requires_grad_(False)
+    make_parameters(model, _recipes(model, rank))
+    found = {n.removesuffix("_tp"): p.requires_grad for n, p in attention.named_parameters() if n.endswith("_tp")}
+    assert found == {
+        "q_proj.weight": False, "q_proj.bias": True, "k_proj.weight": True, "k_proj.bias": False,
+        "v_proj.weight": True, "v_proj.bias": True, "o_proj.weight": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_row_s_bias_does_not_train_without_its_weight(rank):
+    model = build("gpt_neox", num_hidden_layers=1)
+    dense = model.gpt_neox.layers[0].attention.dense
+    dense.weight.requires_grad_(False)
+    recipes = _recipes(model, rank)
+    with pytest.raises(RefusedError, match=r"dense\.bias, which the first rank alone holds, trains and"):
+        make_parameters(model, recipes)
+    assert not [n for n, _ in model.named_parameters() if n.endswith("_tp")]
+    dense.bias.requires_grad_(False)
+    make_parameters(model, recipes)
+    assert [p.requires_grad for p in (dense.weight_tp, *([dense.bias_tp] if rank == 0 else []))] == [False] * (2 - rank)
+
+
+def test_a_call_with_embedded_inputs_splits_the_head_that_was_planned(llama):
+    """Nothing is looked up there that tells the size of the vocabulary; read whole, the weight would be gone."""
+    embedded = {"inputs_embeds": torch.zeros(2, 6, 72), "use_cache": False}
+    graph = capture(build("llama", **NINE), inputs=embedded, training=True)
+    facts = facts_of(on_rank(llama, "tp=2", 0).records)
+    context = Context(mesh=parse_mesh("tp=2").at(tp=0), own_parameters=True, facts=facts)
+    for given, split in ((context, True), (dataclasses.replace(context, facts={}), False)):
+        records = run(graph.copy(), parse("tensor-parallel"), given).records
+        assert ("lm_head" in [s.module for s in records[0].sites]) is split
 
 
 def test_more_ranks_than_heads_are_one_clear_error(llama):
