@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from latentscan.ir.errors import LatentscanError, PipelineError, RefusedError
+from latentscan.ir.errors import LatentscanError, PipelineError, RefusedError, VerifyError
 from latentscan.runtime.door import session_of
 from latentscan.runtime.own import get
 from latentscan.runtime.wrap import refresh, unwrap, wrap
@@ -433,3 +433,14 @@ def test_no_option_is_ignored():
     for name, value in (("check", True), ("dump", "somewhere"), ("calibration", ["text"])):
         with pytest.raises(PipelineError, match=f"option {name} is not served"):
             backend(None, [], options={name: value})
+
+
+def test_a_graph_that_reads_a_weight_that_is_gone_is_an_error():
+    """Sabotage: a later graph that no pass rewrites would compute with the NaN of released weights."""
+    model = build("deepseek_v3").eval()
+    wrap(model, "mla-mm-split")
+    session = session_of(model)
+    assert session is not None and session.plan.released
+    session.passes = []
+    with pytest.raises(VerifyError, match="which other graphs of this model were rewritten to do without"):
+        model(torch.ones(2, 5, dtype=torch.long))
