@@ -15,6 +15,7 @@ from latentscan.lowering.inductor import inductor_options
 from latentscan.lowering.overlap import Agree, Tell, compile_overlapped
 from latentscan.lowering.places import name_groups
 from latentscan.lowering.select import lower, resolve_target
+from latentscan.lowering.parts import join_products
 from latentscan.lowering.states import share_final_states
 from latentscan.lowering.swap import Swapping, lower_swaps
 from latentscan.lowering.tiles import tiles_at
@@ -74,6 +75,7 @@ class Executable:
         target = resolve_target(self._options.target, device)
         inductor = self._options.use_inductor(device)
         share_final_states(graph)
+        join_products(graph)
         swaps = lower_swaps(graph, inductor=inductor)
         lower(graph, target, None if self._options.tiles is None else tiles_at(self._options.tiles))
         name_groups(graph, self._groups)

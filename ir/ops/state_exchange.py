@@ -108,12 +108,38 @@ def _joined(first: Tensor, then: Tensor) -> Tensor:
     return torch.cat([then[..., :1] * decay, then[..., :1] * state + then[..., 1:]], -1)
 
 
-def _weights(decays: Tensor, upto: int) -> tuple[Tensor, Tensor]:
-    """For ``decays`` [R, b, H]: the product over ranks i < j < upto for each i < upto (0 for others), and over all."""
-    here = (torch.arange(decays.shape[0], device=decays.device) < upto)[:, None, None]
-    kept = torch.where(here, decays, 1)
-    behind = torch.cat([kept[1:], torch.ones_like(kept[:1])]).flip(0).cumprod(0).flip(0)
-    return behind * here, kept[0] * behind[0]
+def _forward(messages: Tensor, upto: int, start: Tensor | None, head_dim: int) -> Tensor:
+    """``h -> D h + S`` of the first ``upto`` messages, from ``start`` [b, H, P, N] or zero; a tensor of its own."""
+    state = None if start is None else start.to(messages.dtype)
+    for message in messages.unbind(0)[:upto]:
+        added = message[..., 1:].unflatten(-1, (head_dim, -1))
+        state = added if state is None else torch.addcmul(added, message[..., :1, None], state)
+    if state is None:
+        return messages.new_zeros(messages[0, ..., 1:].unflatten(-1, (head_dim, -1)).shape)
+    return state.clone(memory_format=torch.contiguous_format)
+
+
+def _back(
+    decays: Tensor, into: Tensor, rank: int, last: Tensor | None, *, initial: bool
+) -> list[Tensor | None]:  # fmt: skip
+    """The adjoint of :func:`_forward`: the gradients of the states *after* each rank, from what this rank's outputs
+    give to the state before it (``into``) and ``last`` of the state after all. None stands for zero.
+
+    Args:
+        decays: [R, b, H]. initial: whether the gradient of the state before all ranks is wanted, too.
+
+    Returns:
+        those of the ranks in their order; before them, if wanted, that of the state before all.
+    """
+    found: list[Tensor | None] = [last]
+    grad = last
+    for place in reversed(range(0 if initial else 1, decays.shape[0])):
+        if grad is not None:
+            grad = _times(decays[place], grad)
+        if place == rank:
+            grad = into if grad is None else grad + into
+        found.append(grad)
+    return found[::-1]
 
 
 def _times(factor: Tensor, state: Tensor) -> Tensor:
@@ -129,14 +155,8 @@ def entering_state(
         messages: of :func:`state_wait`. init: [b, H, P, N] before the whole sequence. ids: of ``edge_ids``: the state
             becomes zero where a shard starts a packed sequence.
     """
-    states = messages[..., 1:].unflatten(-1, (head_dim, -1))
-    if algorithm == "all-gather":
-        weights, through = _weights(messages[..., 0], rank)
-        state = _times(weights, states).sum(0)
-    else:
-        through, state = messages[0, ..., 0], states[0].clone()
-    if init is not None:
-        state = state + _times(through, init.to(state.dtype))
+    # By log-scan the one message is that of the ranks before: nothing of rank 0, whose decay is 1.
+    state = _forward(messages, rank if algorithm == "all-gather" else 1, init, head_dim)
     return (state if ids is None else state * goes_on(ids, rank)).detach()
 
 
@@ -149,16 +169,12 @@ def whole_state(
     By log-scan only the last rank knows it, and one sum more tells the others.
     """
     if algorithm == "all-gather":
-        weights, decay = _weights(messages[..., 0], size)
-        state = _times(weights, messages[..., 1:].unflatten(-1, (head_dim, -1))).sum(0)
-    else:
-        whole = _joined(messages, own) * (rank == size - 1)
-        if group:
-            whole = wait(_OPS.all_reduce(whole.contiguous(), "sum", group), group, "all_reduce")
-        decay, state = whole[0, ..., 0], whole[0, ..., 1:].unflatten(-1, (head_dim, -1))
-    if init is not None:
-        state = state + _times(decay, init.to(state.dtype))
-    return state.detach().clone(), decay.detach().clone()
+        decay = messages[..., 0].prod(0)
+        return _forward(messages, size, init, head_dim).detach(), decay.detach()
+    whole = _joined(messages, own) * (rank == size - 1)
+    if group:
+        whole = wait(_OPS.all_reduce(whole.contiguous(), "sum", group), group, "all_reduce")
+    return _forward(whole, 1, init, head_dim).detach(), whole[0, ..., 0].detach().clone()
 
 
 def decays_of(messages: Tensor, own: Tensor, whole: Tensor | None, algorithm: str) -> Tensor:
@@ -183,9 +199,9 @@ class _Enter(torch.autograd.Function):
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         rows, heads, width, states = state
         message = (1, rows, heads, 1 + width * states)
-        zero = x.new_zeros((), dtype=wide)
+        zero = x.new_empty((), dtype=wide)  # nobody reads what a token holds
         sent = zero.expand(state) if algorithm == "all-gather" else zero.expand(rows * heads * message[3])
-        return x.new_zeros(()).expand(x.shape), sent, zero.expand(message), zero.expand(state), zero.expand(state)
+        return x.new_empty(()).expand(x.shape), sent, zero.expand(message), zero.expand(state), zero.expand(state)
 
     @staticmethod
     def backward(ctx: Any, dy, sent, own, entering, dwhole) -> Any:  # type: ignore[no-untyped-def, override]
@@ -229,26 +245,24 @@ class _Leave(torch.autograd.Function):
         into = _kernel(where, "output_state")(dy, C, dt, A, dt_bias, seq_idx, **ctx.limits)
         if ids is not None:
             into = into * goes_on(ids, rank)
-        own = dwhole = None
+        own = dwhole = before_all = None
         if where["algorithm"] == "all-gather":
-            weights, through = _weights(decays, rank)
-            given = _times(weights, into)
-            if dfinal is not None:
-                behind, all_of_them = _weights(decays, size)
-                given = given + _times(behind, dfinal)
+            grads = _back(decays, into, rank, dfinal, initial=ctx.init is not None)
+            before_all = grads.pop(0) if ctx.init is not None else None
+            given = torch.stack([torch.zeros_like(into) if g is None else g for g in grads])
             sent = given[rank].clone()
             if group:
-                sent = _OPS.reduce_scatter_tensor(given.contiguous(), "sum", size, group).view(into.shape)
+                sent = _OPS.reduce_scatter_tensor(given, "sum", size, group).view(into.shape)
         else:
             mine, through, all_of_them = decays
             own = torch.cat([mine[..., None], into.flatten(2)], -1)[None]
             sent = ring(own, -1, size, rank, group) if group else own.flatten()
+            if ctx.init is not None:
+                before_all = _times(through, into)
             if dfinal is not None:
                 dwhole = _OPS.all_reduce(dfinal.contiguous(), "sum", group) if group else dfinal.clone()
-        dinit = None
-        if ctx.init is not None:
-            dinit = _times(through, into)
-            dinit = (dinit if dfinal is None else dinit + _times(all_of_them, dfinal)).to(ctx.init)
+                before_all = before_all if before_all is None else before_all + _times(all_of_them, dfinal)
+        dinit = None if ctx.init is None or before_all is None else before_all.to(ctx.init)
         return None, None, dy, sent, own, entering, dwhole, *(None,) * 7, dinit, None, None, None
 
 

@@ -151,17 +151,17 @@ def _backward_kernel(
 ):  # fmt: skip
     """S runs of T positions, walked at the same time; inputs and their gradients wait in registers.
 
-    A run reads three tokens beyond its end. Narrower filters are filters of width 4 with zeros. Positions start at
-    1 - W where an initial state is given. part [blocks, 5, channels] takes the sums for four weights and the bias.
+    A run reads three tokens beyond its end. Narrower filters are filters of width 4 with zeros. Gradients of an initial
+    state are complete in a row's first three steps. part [blocks, 5, channels] takes the sums for four weights and the
+    bias.
     """
-    FIRST: tl.constexpr = (1 - W) if HAS_INIT else 0
     d_blocks = tl.cdiv(channels, BD)
-    t_blocks = tl.cdiv(length - FIRST, S * T)
+    t_blocks = tl.cdiv(length, S * T)
     pid = tl.program_id(0)
     d = (pid % d_blocks) * BD + tl.arange(0, BD)
     block = pid // d_blocks
     b = (block // t_blocks).to(tl.int64)
-    start = FIRST + (block % t_blocks) * (S * T) + tl.arange(0, S) * T  # first position of each run
+    start = (block % t_blocks) * (S * T) + tl.arange(0, S) * T  # first position of each run
     in_d = (d < channels)[None, :]
     d64 = d.to(tl.int64)
     x_row = x_ptr + b * sxb + d64[None, :] * sxd
@@ -216,9 +216,6 @@ def _backward_kernel(
         t = start + i
         c0 = _changed(seq_row, ssl, t, length, HAS_SEQ)
         x0 = xa.to(tl.float32)
-        if HAS_INIT:
-            before = ((t < 0) & (t + W - 1 >= 0))[:, None] & in_d
-            x0 += tl.load(init_row + (t + W - 1)[:, None] * sit, mask=before, other=0.0).to(tl.float32)
         g = tl.zeros([S, BD], tl.float32)
         if HAS_DY:
             g = ga.to(tl.float32)
@@ -252,6 +249,8 @@ def _backward_kernel(
             a3 += g * w3
         q = t - 3  # whose gradient is complete
         mine = (i >= 3) & (q < length)
+        if HAS_INIT:
+            mine = ((i >= 3) | (start == 0)) & (q < length)
         if HAS_DFINAL:
             tail = q - (length - (W - 1))
             ok = (mine & (tail >= 0))[:, None] & in_d
@@ -264,10 +263,12 @@ def _backward_kernel(
             mask=(mine & (q >= 0))[:, None] & in_d,
         )  # fmt: skip
         if HAS_INIT:
-            tl.store(
-                dinit_ptr + (b * channels + d64[None, :]) * (W - 1) + (q + W - 1)[:, None],
-                a3.to(dinit_ptr.dtype.element_ty), mask=(mine & (q < 0))[:, None] & in_d,
-            )  # fmt: skip
+            if i < 3:
+                tl.store(
+                    dinit_ptr + (b * channels + d64[None, :]) * (W - 1) + (q + W - 1)[:, None],
+                    a3.to(dinit_ptr.dtype.element_ty),
+                    mask=((start == 0) & (q < length) & (q + W - 1 >= 0))[:, None] & in_d,
+                )  # fmt: skip
         out_at += sol
         a3, a2, a1 = a2, a1, g * w0
         x3, x2, x1 = x2, x1, x0
@@ -411,8 +412,7 @@ def causal_conv1d_backward(
         dinit = torch.empty(init_state.shape, dtype=init_state.dtype, device=x.device)
     contiguous_bias = None if bias is None else bias.contiguous()
     size = BACKWARD
-    positions = length + (width - 1 if init_state is not None else 0)
-    blocks = batch * cdiv(positions, size["S"] * size["T"])
+    blocks = batch * cdiv(length, size["S"] * size["T"])
     part = torch.empty((blocks, 5, channels), dtype=torch.float32, device=x.device)
     if batch and channels:
         _backward_kernel[(blocks * cdiv(channels, size["BD"]),)](

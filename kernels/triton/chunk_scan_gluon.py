@@ -266,11 +266,12 @@ def states_consumer(
 def states_gluon_kernel(
     x, B, vec, added, decays, L, NC, G, UG, share, H, T, K,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
-    SPLIT: gl.constexpr, J: gl.constexpr,
+    SPLIT: gl.constexpr, J: gl.constexpr, ALL: gl.constexpr,
 ):  # fmt: skip
     """added fp32 [K J, 2, P, N], decays [K J, 2]: what each piece's part of its last unit adds.
 
-    Pieces that end a unit are left out. J programs share a piece; one that is left without chunks writes nothing.
+    Pieces that end a unit are left out, but for ALL. J programs share a piece; one that is left without chunks writes
+    nothing.
     """
     slot = gl.program_id(0)
     pid = slot // J
@@ -282,7 +283,9 @@ def states_gluon_kernel(
     pairs = (f1 - u * NC - cs) // 2
     begin = pairs * j // J
     c1 = cs + (pairs * (j + 1) // J) * 2
-    n = gl.where(f1 - u * NC == NC, 0, pairs * (j + 1) // J - begin)
+    n = pairs * (j + 1) // J - begin
+    if not ALL:
+        n = gl.where(f1 - u * NC == NC, 0, n)
     last = b * L + (c1 - 2) * Q
     if n > 0:
         sX = gl.allocate_shared_memory(x.dtype, [ST * 2, 2 * Q, P], x.layout)
@@ -410,7 +413,7 @@ def forward(
         launch(
             states_gluon_kernel, K * J, descriptor(xw, 2 * CHUNK, WIDTH), descriptor(B, 2 * CHUNK, s.N), vec, added,
             decays, *sizes, **cut,
-            ST=k.state_stages, RC=k.state_registers, RP=24, J=J, num_warps=4,
+            ST=k.state_stages, RC=k.state_registers, RP=24, J=J, ALL=False, num_warps=4,
         )  # fmt: skip
         block = 512
         launch(
