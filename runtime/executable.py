@@ -13,9 +13,9 @@ from latentscan.lowering.cache import ArenaBinder, lower_cache_appends
 from latentscan.lowering.checkpoint import outline_checkpoints
 from latentscan.lowering.inductor import inductor_options
 from latentscan.lowering.overlap import Agree, Tell, compile_overlapped
+from latentscan.lowering.parts import join_products
 from latentscan.lowering.places import name_groups
 from latentscan.lowering.select import lower, resolve_target
-from latentscan.lowering.parts import join_products
 from latentscan.lowering.states import share_final_states
 from latentscan.lowering.swap import Swapping, lower_swaps
 from latentscan.lowering.tiles import tiles_at

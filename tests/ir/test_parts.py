@@ -40,10 +40,13 @@ def plain(chain, x, weight, bias):
 
 
 def gradients(make, chain, given, unused=()):
-    x, weight, bias = (None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in given)
+    x, weight, bias = leaves = [
+        None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in given
+    ]
+    assert x is not None
     made = make(chain, x * 2, weight, bias)
     sum((m * (i + 1)).sin().sum() for i, m in enumerate(made) if i not in unused).backward()
-    return [m.detach() for m in made], [None if t is None else t.grad for t in (x, weight, bias)]
+    return [m.detach() for m in made], [None if t is None else t.grad for t in leaves]
 
 
 def inputs(shape, *, bias=True, frozen=()):
