@@ -34,12 +34,9 @@ def compile_overlapped(
 
     def compiler(phase: str) -> Callable[..., Any]:
         def compile_one(made: fx.GraphModule, _: Any) -> Callable[..., Any]:
-            from functorch.compile import make_boxed_func
-
             _schedule(made.graph, phase, growth, tell, agree)
             guard_waits(made.graph)
-            made.recompile()
-            return make_boxed_func(made.forward)
+            return boxed(made)
 
         return compile_one
 
@@ -48,6 +45,21 @@ def compile_overlapped(
         partition_fn=default_partition,
     )  # fmt: skip
     return torch.compile(module, backend=backend, dynamic=True, fullgraph=True)
+
+
+def boxed(made: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph as a function of a list, which it empties: what the forward kept is freed as the backward goes."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    made.graph.set_codegen(_BoxedCodeGen())
+    made.recompile()
+    forward = made.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _schedule(graph: fx.Graph, phase: str, growth: float, tell: Tell, agree: Agree | None) -> None:

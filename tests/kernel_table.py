@@ -81,8 +81,22 @@ def compiled(name: str, architecture: str) -> list[Compiled]:
                 hopper = hopper_config(units, L * G * (2 * N + 64) * 2, device)
                 ours.chunk_scan(**ins, **options, config=hopper)
                 ours.chunk_scan_backward(ins["x"], state, **ins, **options, config=HopperBackward())
+        exchanged(ins, plain, device)
 
     return compile_launches(run, int(architecture.removeprefix("sm_")))
+
+
+def exchanged(ins: dict[str, Any], plain: Any, device: Device) -> None:
+    """What context parallelism sends: both sums, in each form that takes the inputs."""
+    from latentscan.kernels.triton import chunk_exchange, chunk_exchange_gluon, chunk_scan_gluon
+    from latentscan.kernels.triton.chunk_common import Steps
+
+    x, B = ins["x"], ins["B"]
+    steps = Steps(ins["dt"], ins["A"], ins["dt_bias"], None, True, 0.0, float("inf"))
+    for entering in (False, True):
+        chunk_exchange._portable(x, steps, B, plain, entering=entering)
+        if device is H200 and ours.gluon_works() and chunk_scan_gluon.refusal(x, B, B, None, None) is None:
+            chunk_exchange_gluon.summed(x, steps, B, device, entering=entering)
 
 
 def rows(architecture: str, kernels: list[Compiled]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +14,7 @@ from torch import fx
 from latentscan.ir.errors import VerifyError
 from latentscan.ir.ops.waiting import wait
 from latentscan.lowering import schedule
-from latentscan.lowering.overlap import guard_waits
+from latentscan.lowering.overlap import boxed, guard_waits
 from latentscan.lowering.schedule import check_order, distances, is_start, is_wait, list_schedule, overlap, peak_bytes
 
 C10D = torch.ops._c10d_functional
@@ -225,3 +227,17 @@ def test_random_numbers_out_of_order_and_a_passed_write_are_caught():
     with pytest.raises(VerifyError, match="mm would pass add_, which writes in place"):
         check_order(old, swapped(list(old), read.name, written.name))
     assert not any(map(is_wait, old))
+
+
+@pytest.mark.parametrize(("make", "freed"), [(boxed, True), (lambda made: lambda args: made.forward(*args), False)])
+def test_what_a_boxed_graph_has_read_is_freed(make, freed):
+    """The second one, as it was, holds all that the forward kept until the backward ends."""
+    alive = []
+    graph = fx.Graph()
+    first = graph.call_function(torch.neg, (graph.placeholder("kept"),))
+    graph.call_function(lambda _: alive.append(given() is not None), (first,))
+    graph.output((first,))
+    values = [torch.ones(3)]
+    given = weakref.ref(values[0])
+    make(fx.GraphModule(torch.nn.Module(), graph))(values)
+    assert alive == [not freed]
