@@ -28,13 +28,13 @@ def target(monkeypatch: pytest.MonkeyPatch) -> None:
     LOWERED.clear()
     original = select.lower
 
-    def lower(graph: Any, name: str) -> dict[str, int]:
+    def lower(graph: Any, name: str, tiles: Any = None) -> dict[str, int]:
         rules = dict(triton_mamba.KERNELS)
         with pytest.MonkeyPatch.context() as patch:
             from latentscan.lowering import reference
 
             patch.setattr(reference, "KERNELS", {**reference.KERNELS, **rules})
-            done = original(graph, name)
+            done = original(graph, name, tiles)
         LOWERED.extend(str(n.target) for n in graph.nodes if str(n.target).startswith("latentscan_triton"))
         return done
 
