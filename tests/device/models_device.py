@@ -223,6 +223,31 @@ def bench_generate(name: str, say: Callable[[str], None], alone: Callable[[], No
             say(line)
 
 
+def own_tiles(say: Callable[[str], None], alone: Callable[[], None]) -> None:
+    """``wrap(model, tiles=FILE)``: a table of portable tiles takes the place of the shipped choice, in both passes."""
+    from latentscan.kernels.triton.chunk_configs import Backward, Forward
+    from latentscan.kernels.triton.chunk_tuning import Row, Table, device_name
+    from latentscan.runtime.wrap import wrap
+
+    eager = model_of("mamba2", BF16).train()
+    exact = copy.deepcopy(eager).double()
+    sizes, ids = MODELS["mamba2"][1], ids_of(2, 1024)
+    shape = (sizes["num_heads"], sizes["head_dim"], sizes["n_groups"], sizes["state_size"])
+    choices = (("forward", Forward(segments=4)), ("backward", Backward(heads=4)))
+    rows = [Row(way, device_name(ids.device), "bfloat16", shape, ids.numel(), c, 1.0) for way, c in choices]
+    exact.logits = step(exact, ids)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tiles.json"
+        file.write_text(Table(tuple(rows)).text())
+        for told, path in (("shipped", None), ("a table", file)):
+            model = wrap(copy.deepcopy(eager), "fuse-mamba", tiles=path)
+            logits, total, _, _ = compare(model, exact, ids)
+            named = launches(lambda: step(model, ids))[1]  # noqa: B023
+            kernels = ("output_gluon_kernel", "output_kernel", "pulls_kernel", "walk_kernel")
+            seen = ", ".join(f"{k.removesuffix('_kernel')} {named.get(k, 0)}" for k in kernels)
+            say(f"tiles {told}: logits {logits:.1e} gradients {total:.1e}; {seen}")
+
+
 def mixer(say: Callable[[str], None], alone: Callable[[], None]) -> None:
     from latentscan.tests.device import mamba_device
 
@@ -239,6 +264,7 @@ JOBS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "mamba fp32": (parity, ("mamba", FP32, "fuse-mamba")),
     "mamba bf16": (parity, ("mamba", BF16, "fuse-mamba")),
     "torch.compile mamba2": (plain_door, ("mamba2",)),
+    "tiles": (own_tiles, ()),
     "mixer": (mixer, ()),
     "generate mamba2": (bench_generate, ("mamba2",)),
     "generate mamba": (bench_generate, ("mamba",)),
