@@ -33,7 +33,7 @@ from latentscan.ir.ops.collectives import COLLECTIVES
 from latentscan.ir.ops.exchange import SWAPS, fork_tail
 from latentscan.ir.ops.sequence import SEQUENCE
 from latentscan.ir.ops.state_exchange import scan_leave
-from latentscan.ir.sizes import hint_of, is_symbol
+from latentscan.ir.sizes import hint_of, is_symbol, same
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
 _FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
@@ -66,6 +66,8 @@ class Tokens:
         ends: nodes that mix tokens. masks: attention masks made of the lengths alone or of position ids.
         positions: nodes that count the tokens from 0, which is right on the first rank only.
         zeros: whole numbers that were 0 while tracing and are taken for it (``logits_to_keep``: all of them).
+        alike: inputs whose number of tokens was another's while tracing and is taken for it, though nothing in the
+            graph ties them (at a batch of one a mask's, of which the library cuts the last L) -> the other input.
     """
 
     dims: dict[fx.Node, int] = field(default_factory=dict)
@@ -74,6 +76,7 @@ class Tokens:
     masks: set[fx.Node] = field(default_factory=set)
     positions: list[fx.Node] = field(default_factory=list)
     zeros: list[fx.Node] = field(default_factory=list)
+    alike: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 def follow_tokens(graph: Graph, handled: set[fx.Node]) -> Tokens:
@@ -102,7 +105,7 @@ class _Walk:
         if self.tokens.dims and not self.lengths:
             first = next(iter(self.tokens.dims))
             why = f"the graph was traced for {self.graph.shape(first)[1]} tokens alone, so what counts them is not seen"
-            self.tokens.ends.append(End(first, "length-fixed", why))
+            self.tokens.ends.insert(0, End(first, "length-fixed", why))  # the others may be for that reason
         return self.tokens
 
     def _seed(self, node: fx.Node) -> None:
@@ -112,8 +115,12 @@ class _Walk:
             self.small.fix(value, 0)
         if self.graph.weight(node) is not None or not isinstance(value, torch.Tensor) or value.dim() < 2:
             return
+        first = next(iter(self.tokens.dims), node)
         self.tokens.dims[node] = 1
-        size = value.shape[1]
+        size, expected = value.shape[1], self.graph.shape(first)[1]
+        if is_symbol(size) and not same(size, expected) and hint_of(size) == hint_of(expected):
+            self.tokens.alike[node] = first
+            self.small.fix(size, self.small(expected))
         if isinstance(size, torch.SymInt):
             self.lengths |= size.node.expr.free_symbols
         if self.small(size) not in self.counts:
@@ -149,6 +156,8 @@ class _Walk:
             return
         if name in _MASKS:
             self.tokens.masks.add(op)
+            if name == "fit_padding" and (other := self._of_other_length(inputs)):  # the caller's mask
+                self._end(op, "length-differs", other)
         elif op in self.handled or getattr(op.target, "_opname", "") in _RULES:
             self._canonical(op)
         elif self.tokens.masks.intersection(op.all_input_nodes):
@@ -290,8 +299,25 @@ class _Walk:
             if len(fits) == 1:
                 self.tokens.dims[leaf], self.tokens.each[leaf] = fits[0]
             else:
-                self._end(op, "tokens-moved", f"{op.name} ({name_of(op)}) drops, repeats or reorders tokens")
+                self._moved(op, inputs)
                 return
+
+    def _moved(self, op: fx.Node, inputs: list[fx.Node]) -> None:
+        """Why a layout node is an end: an input that is longer than the sequence, or what it does."""
+        if other := self._of_other_length([n for n in inputs if n.op == "placeholder"]):
+            self._end(op, "length-differs", f"{other}, and {op.name} takes some of them")
+        else:
+            self._end(op, "tokens-moved", f"{op.name} ({name_of(op)}) drops, repeats or reorders tokens")
+
+    def _of_other_length(self, inputs: list[fx.Node]) -> str:
+        """A sentence on an input of other length than the sequence; empty if there is none."""
+        first = next(iter(self.tokens.dims))
+        length = hint_of(self.graph.shape(first)[1])
+        for node in inputs:
+            dim = self.tokens.dims[node]
+            if dim != PARTIAL and (given := hint_of(self.graph.shape(node)[dim])) != length:
+                return f"{node.name} has {given} tokens a row, {first.name} has {length}"
+        return ""
 
     def _small_shape(self, node: fx.Node) -> list[int]:
         return [self.small(s) for s in self.graph.shape(node)]
@@ -376,5 +402,5 @@ class _Walk:
             self._end(op, "mixes-tokens", f"{op.name} multiplies tokens with tokens")
 
 
-_TOKENWISE_OPS = {"rope", "gated_rms_norm"}
+_TOKENWISE_OPS = {"rope", "gated_rms_norm", "as_many_tokens"}
 _RULES = {"attention": "attention", "latent_attention": "attention", "selective_scan": "selective-scan"}

@@ -104,7 +104,7 @@ class Context:
             differentiable in place (the plain backend).
         required: (pass name, module path) that must be rewritten in this graph, because old weights are gone.
         meta: weights hold no numbers (planning on the meta device).
-        pipeline: names of all passes of the run, in order.
+        pipeline: names of all passes of the run, in order. passes: they themselves, with their options.
         mesh: what parallel passes split the model over, and which rank this is; None: one process.
     """
 
@@ -115,6 +115,7 @@ class Context:
     meta: bool = False
     mesh: Mesh | None = None
     pipeline: tuple[str, ...] = ()
+    passes: tuple[Pass, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from latentscan.ir.mesh import Axis, Mesh
 from latentscan.ir.normalize import ATTENTION, LATENT_ATTENTION
 from latentscan.ir.ops import exchange, ssm, ssm_exchange, state_exchange
 from latentscan.ir.ops.collectives import copy_to
+from latentscan.ir.ops.mask import as_many_tokens
 from latentscan.ir.tokens import PARTIAL, follow_tokens
 from latentscan.passes.base import Context, Refusal, Site
 
@@ -21,6 +22,8 @@ _REMEDIES = {
     "attention": "add ulysses to the pipeline",
     "positions-from-length": "give what is counted with the batch, as position_ids",
     "loss-averaged": "give shift_labels and num_items_in_batch: latentscan.split_batch does",
+    "length-fixed": "give every rank two tokens at least, of any number",
+    "length-differs": "give masks of as many tokens as there are ids",
     "tokens-moved": "give shift_labels instead of labels that the model shifts: latentscan.split_batch does",
 }
 
@@ -47,12 +50,23 @@ def handled(graph: Graph, names: tuple[str, ...]) -> set[fx.Node]:
 
 def whole_graph(graph: Graph, context: Context) -> list[Refusal]:
     """Everything that would look beyond a shard. One is enough: a sequence is split for all nodes or for none."""
-    if any(getattr(n.target, "_opname", "") == "cache_append" for n in graph.nodes):
+    if any(_fills_cache(n) for n in graph.nodes):
         return [Refusal("", "cached", "the graph fills a cache, which would hold a shard only", "use_cache=False")]
-    return [
-        Refusal(e.module, e.rule, e.why, _REMEDIES.get(e.rule, "leave this pass out; the layer needs all tokens"))
-        for e in follow_tokens(graph, handled(graph, context.pipeline)).ends
-    ]
+    given = {p.name: p.gradients for p in context.passes if p.name in NAMES}  # type: ignore[attr-defined]
+    if len(set(given.values())) > 1:
+        said = " and ".join(f"{n} gradients={g}" for n, g in given.items())
+        return [Refusal("", "gradients-differ", f"{said} cannot both be", "give both passes the same")]
+    found = []
+    for end in follow_tokens(graph, handled(graph, context.pipeline)).ends:
+        module = "" if end.rule == "length-fixed" else end.module
+        remedy = _REMEDIES.get(end.rule, "leave this pass out; the layer needs all tokens")
+        found.append(Refusal(module, end.rule, end.why, remedy))
+    return found
+
+
+def _fills_cache(node: fx.Node) -> bool:
+    """An append to a cache of ours, or a recurrent state written in place."""
+    return getattr(node.target, "_opname", "") == "cache_append" or (node.op, node.target) == ("call_method", "copy_")
 
 
 def sums_site(axis: Axis, gradients: str) -> Site:
@@ -71,6 +85,14 @@ def finish(graph: Graph, axis: Axis, name: str, gradients: str = "sum") -> None:
         users = list(node.users)
         with graph.after(node, name):
             checked = graph.call_like(node, exchange.must_be_zero, node)
+        for user in users:
+            user.replace_input_with(node, checked)
+    for node, other in tokens.alike.items():
+        if graph.value(node).is_floating_point() and not graph.value(other).is_floating_point():
+            node, other = other, node  # what is checked is copied: rather ids than embeddings
+        users = list(node.users)
+        with graph.after(node, name):
+            checked = graph.call(as_many_tokens.op, node, other)
         for user in users:
             user.replace_input_with(node, checked)
     for node in tokens.positions:

@@ -202,7 +202,7 @@ def run(
         VerifyError and any error of a pass: the graph is then as it was before that pass.
     """
     records = list(records or [])
-    context = dataclasses.replace(context, pipeline=tuple(p.name for p in passes))
+    context = dataclasses.replace(context, pipeline=tuple(p.name for p in passes), passes=tuple(passes))
     for index in range(start, len(passes)):
         current = passes[index]
         record = PassRecord(current.name, current.text(), current.tier.value, nodes_before=len(graph.nodes))

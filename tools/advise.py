@@ -109,7 +109,7 @@ def memory_of(text: str) -> int:
     number, unit = (bare[:-1], bare[-1]) if bare[-1:] in "kmgt" and bare else (bare, "")
     try:
         value = int(float(number) * units[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         value = 0
     if value <= 0:
         raise PipelineError(f"--memory {text!r} is no size", remedy="write it as 80G")
@@ -163,6 +163,12 @@ def advise(
             continue
         for recompute, traced in steps.items():
             found.append(_choice(traced, config, layers, parameters, (dp, tp, cp), recompute, rows, seq, gpus))
+    if not found:
+        why = "; ".join(f"{mesh}: {reason}" for mesh, reason in list(refused.items())[:4])
+        raise PipelineError(
+            f"no way to share {rows} rows of {seq} tokens over {gpus} GPUs: {why}",
+            remedy="give a number of rows (--batch) or tokens (--seq) that GPUs divide, or another number of GPUs",
+        )
     fitting = sorted((c for c in found if c.total <= memory), key=lambda c: (c.seconds, c.total))
     least = min(found, key=lambda c: c.total)
     alone = _choice(steps[False], config, layers, parameters, (1, 1, 1), False, 1, seq, 1)
@@ -189,12 +195,8 @@ def _told(choice: Choice) -> dict[str, Any]:
 
 
 def _degrees(gpus: int) -> list[tuple[int, int, int]]:
-    return [
-        (gpus // (tp * cp), tp, cp)
-        for tp in range(1, gpus + 1)
-        for cp in range(1, gpus + 1)
-        if gpus % (tp * cp) == 0
-    ]  # fmt: skip
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    return [(gpus // (tp * cp), tp, cp) for tp in divisors for cp in divisors if gpus % (tp * cp) == 0]
 
 
 def _refusal(
@@ -204,6 +206,8 @@ def _refusal(
         return f"{rows} rows over dp={dp}"
     if seq % cp:
         return f"{seq} tokens over cp={cp}"
+    if cp > 1 and seq == cp:
+        return "a shard of one token"
     for layer in layers.values():
         if layer.heads % tp:
             return f"{layer.heads} Mamba heads over tp={tp}"
@@ -214,6 +218,9 @@ def _refusal(
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
     if attends and heads % (tp * cp):
         return f"{heads} attention heads over tp x cp = {tp * cp}"
+    kv_heads = max(1, int(getattr(config, "num_key_value_heads", None) or heads) // tp)
+    if attends and kv_heads % cp and cp % kv_heads:
+        return f"{kv_heads} KV heads over cp={cp}"
     if cp > 1 and not scans and not attends:
         return "no layer that context parallelism serves"
     return None

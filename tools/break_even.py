@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.ops import exchange, ssm, state_exchange
 
@@ -104,3 +105,19 @@ def exchange_plan(graph: Graph, ranks: int, batch: int, length: int, forward_flo
 def sequence_ranks(graph: Graph) -> bool:
     """Whether a graph is that of one rank of a split sequence."""
     return bool(graph.calls(state_exchange.state_start, exchange.to_heads))
+
+
+def shard_length(graph: Graph, ranks: int, tokens: int) -> int:
+    """Tokens of a rank; what the ranks do not divide is filled up, as ``split_batch(pad=True)`` does.
+
+    Raises:
+        PipelineError: a rank would have one token, or fewer than the next rank's convolution needs.
+    """
+    share = -(-tokens // ranks)
+    least = max([2] + [int(graph.shape(n.args[1])[1]) - 1 for n in graph.calls(ssm.causal_conv1d.op)])  # type: ignore
+    if share < least:
+        raise PipelineError(
+            f"{tokens} tokens over {ranks} ranks are {share} a rank, and each needs {least} at least",
+            remedy=f"plan for {least * ranks} tokens or more, or fewer ranks of cp",
+        )
+    return share

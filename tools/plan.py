@@ -31,7 +31,7 @@ from latentscan.runtime.phases import Phase, Traced, traced_phases, values_of
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.source import Source
 from latentscan.runtime.wrap import plan_of
-from latentscan.tools.break_even import exchange_plan, sequence_ranks
+from latentscan.tools.break_even import exchange_plan, sequence_ranks, shard_length
 from latentscan.tools.fold import fold
 from latentscan.tools.plan_mesh import mesh_plan, rate
 
@@ -203,8 +203,9 @@ def _run(
         mine = values[phase]
         if sequence_ranks(end.graph):  # a rank's graph: its part of the tokens
             ranks = mesh.axis("cp").size if mesh is not None else 1
-            phases[phase.name]["tokens_a_rank"] = phase.tokens // ranks
-            mine = values_of(end.graph, replace(phase, new=phase.new // ranks))
+            share = shard_length(end.graph, ranks, phase.new)
+            phases[phase.name]["tokens_a_rank"] = phase.batch * share
+            mine = values_of(end.graph, replace(phase, new=share))
         phases[phase.name]["after"] = _figures(end.graph, counted[id(end)], phase, mine)
         if sequence_ranks(end.graph):
             forward = sum(k.flops.at(mine) for name, k in counted[id(end)].items() if not name.endswith(" backward"))

@@ -19,7 +19,7 @@ from latentscan.passes.pipeline import Program, run, to_text
 from latentscan.runtime.own import get
 from latentscan.runtime.phases import Traced, values_of
 from latentscan.runtime.wrap import plan_of
-from latentscan.tools.break_even import sequence_ranks
+from latentscan.tools.break_even import sequence_ranks, shard_length
 from latentscan.tools.rank_graphs import Times, alone_in, graphs_of, timed
 
 FLOPS = 400e12  # operations a second of a device, where none are stated
@@ -78,8 +78,9 @@ def mesh_plan(
             ends = {rank: collectives(_graph(p[index])) for rank, p in programs.items()}
             check_order({rank: [c.key() for c in found] for rank, found in ends.items()}, "tp")
             graph = _graph(programs[0][index])
-            part = mesh.axis("cp").size if sequence_ranks(graph) else 1
-            values = values_of(graph, replace(phase, new=phase.new // part))
+            cp = mesh.axis("cp").size
+            new = shard_length(graph, cp, phase.new) if sequence_ranks(graph) else phase.new
+            values = values_of(graph, replace(phase, new=new))
             for one in ends[0]:
                 key = phase.name, one.phase, one.name, one.caller, one.axis
                 counts[key] += 1

@@ -73,6 +73,9 @@ def show(data: dict[str, Any], console: Console, *, explain: bool = False) -> No
     for phase in data["phases"].values():
         if phase.get("exchange"):
             console.print(_exchange(phase["exchange"], phase["tokens_a_rank"]))
+            filled = phase["tokens_a_rank"] * phase["exchange"]["ranks"]
+            if filled != phase["tokens"]:
+                console.print(f"{phase['tokens']} tokens are filled up to {filled}: split_batch(..., pad=True)")
     if explain:
         for name, phase in data["phases"].items():
             console.print(_kinds(name, phase))

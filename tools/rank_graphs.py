@@ -79,7 +79,7 @@ def graphs_of(graph: Graph, passes: Sequence[Pass], mesh: Mesh, phase: Phase) ->
     name_groups(end, {a.group: a.group for a in mesh.axes})
     outline_checkpoints(end, higher_order=True)
     end.clean()
-    share = replace(phase, batch=max(1, phase.batch // mesh.axis("dp").size), new=phase.new // mesh.axis("cp").size)
+    share = replace(phase, batch=max(1, phase.batch // mesh.axis("dp").size), new=-(-phase.new // mesh.axis("cp").size))
     inputs = _inputs(end, share if phase.new > 1 else phase)
     made = _traced(end.module, inputs, training=end.training)
     found = []

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from latentscan.ir.errors import MeshError
 from latentscan.ir.ops.collectives import sum_over
+from latentscan.ir.ops.opaque import only_if
 from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
@@ -48,12 +49,12 @@ class _TailWait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, size: int, rank: int, group: str) -> Tensor:
         ctx.where = size, rank, group
-        return wait(x, group, "send") * (rank > 0)
+        return only_if(wait(x, group, "send"), rank > 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         size, rank, group = ctx.where
-        return ring(grad * (rank > 0), -1, size, rank, group), None, None, None
+        return ring(only_if(grad, rank > 0), -1, size, rank, group), None, None, None
 
 
 class _SumPartial(torch.autograd.Function):

@@ -27,6 +27,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from latentscan.ir.ops.exchange import ring
+from latentscan.ir.ops.opaque import only_if
 from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
@@ -92,7 +93,8 @@ def before(started: Tensor, own: Tensor, way: int, size: int, rank: int, group: 
     while distance < size:
         got = (wait(started, group, "send") if group else started).view(own.shape)
         there = place >= distance  # ring ends are closed: what comes round is masked
-        got = torch.cat([got[..., :1] * there + (not there), got[..., 1:] * there], -1)
+        got = only_if(got, there)
+        got = torch.cat([got[..., :1] + (not there), got[..., 1:]], -1)
         outside = got if outside is None else _joined(got, outside)
         inside = _joined(got, inside)
         distance *= 2
@@ -171,7 +173,7 @@ def whole_state(
     if algorithm == "all-gather":
         decay = messages[..., 0].prod(0)
         return _forward(messages, size, init, head_dim).detach(), decay.detach()
-    whole = _joined(messages, own) * (rank == size - 1)
+    whole = only_if(_joined(messages, own), rank == size - 1)
     if group:
         whole = wait(_OPS.all_reduce(whole.contiguous(), "sum", group), group, "all_reduce")
     return _forward(whole, 1, init, head_dim).detach(), whole[0, ..., 0].detach().clone()
@@ -249,7 +251,7 @@ class _Leave(torch.autograd.Function):
         if where["algorithm"] == "all-gather":
             grads = _back(decays, into, rank, dfinal, initial=ctx.init is not None)
             before_all = grads.pop(0) if ctx.init is not None else None
-            given = torch.stack([torch.zeros_like(into) if g is None else g for g in grads])
+            given = torch.stack([only_if(into, False) if g is None else g for g in grads])
             sent = given[rank].clone()
             if group:
                 sent = _OPS.reduce_scatter_tensor(given, "sum", size, group).view(into.shape)

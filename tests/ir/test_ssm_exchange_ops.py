@@ -85,6 +85,49 @@ class Shards:
         return [slice(e - n, e) for e, n in zip(ends, self.lengths, strict=True)]
 
 
+def on_a_rank(s: Shards, rank: int, algorithm: str, final: bool, group: str = "g") -> list[torch.Tensor]:
+    """The graph's calls on one rank: its y, the state of the whole sequence, its gradients."""
+    size, part = s.shards, s.parts()[rank]
+    torch.set_num_threads(1)
+    given = [t[:, part].clone() if t.dim() > 1 and t is not s.init else t.clone() for t in s.leaves()]
+    given = [t.requires_grad_() for t in given]
+    x, dt, A, Bs, C, D, bias, init = given
+    idx = None if s.seq_idx is None else s.seq_idx[:, part]
+    ids = None
+    if s.seq_idx is not None:
+        ids = torch.stack([torch.stack([s.seq_idx[:, p.start], s.seq_idx[:, p.stop - 1]], 1) for p in s.parts()])
+    where = (algorithm, "cp", size, rank, group)
+    detached = [t.detach() for t in given]
+    state, decay = chunk_state(*[detached[i] for i in (0, 1, 2, 3, 6)], idx, **SCAN)
+    own = state_exchange.pack_state(state, decay, ids, rank)
+    started = state_exchange.state_start(own, *where)
+    tokens = state_exchange.scan_enter(x, dt, A, Bs, C, D, bias, idx, *where, chunk_size=4, final=final, **SCAN)
+    messages = state_exchange.state_wait(started, own, *where)
+    entering = state_exchange.entering_state(messages, init, ids, x.shape[3], algorithm, rank)
+    y, _ = ssm.chunk_scan.op(*detached[:6], None, detached[6], entering, idx, None, chunk_size=4, **SCAN)
+    whole, total = state_exchange.whole_state(messages, own, init, x.shape[3], *where) if final else (None, None)
+    decays = state_exchange.decays_of(messages, own, total, algorithm)
+    y, end = state_exchange.scan_leave(
+        y, whole, tokens, C, dt, A, bias, idx, decays, entering, init, ids, *where, **SCAN
+    )
+    loss = (y * s.dy[:, part]).sum()
+    if final:  # each rank uses the state of the whole sequence, with a weight of its own
+        loss = loss + (end * s.dfinal).sum() * (rank + 1) / sum(range(1, size + 1))
+    return [y.detach(), end.detach(), *torch.autograd.grad(loss, given)]
+
+
+def joined(s: Shards, found: list[list[torch.Tensor]], final: bool) -> list[torch.Tensor]:
+    """What all ranks found as one: y, final state and gradients of the whole."""
+    y = torch.cat([f[0] for f in found], 1)
+    final_state = found[-1][1]
+    assert not final or all(torch.allclose(f[1], final_state, rtol=1e-12, atol=1e-12) for f in found)
+    grads = []
+    for i, leaf in enumerate(s.leaves()):
+        parts = [f[2 + i] for f in found]
+        grads.append(torch.cat(parts, 1) if leaf.dim() > 1 and leaf is not s.init else sum(parts))
+    return [y, final_state, *grads]
+
+
 def simulated(s: Shards, algorithm: str, final: bool, monkeypatch) -> list[torch.Tensor]:
     """The graph's calls on every rank in lock-step: threads of which each collective waits for the others' parts."""
     import threading
@@ -111,45 +154,17 @@ def simulated(s: Shards, algorithm: str, final: bool, monkeypatch) -> list[torch
     )
     results: dict[int, list[torch.Tensor]] = {}
 
-    def rank_program(rank: int, part: slice) -> None:
-        local.rank = rank
-        torch.set_num_threads(1)
-        given = [t[:, part].clone() if t.dim() > 1 and t is not s.init else t.clone() for t in s.leaves()]
-        given = [t.requires_grad_() for t in given]
-        x, dt, A, Bs, C, D, bias, init = given
-        idx = None if s.seq_idx is None else s.seq_idx[:, part]
-        ids = None
-        if s.seq_idx is not None:
-            ids = torch.stack([torch.stack([s.seq_idx[:, p.start], s.seq_idx[:, p.stop - 1]], 1) for p in s.parts()])
-        where = (algorithm, "cp", size, rank, "g")
-        detached = [t.detach() for t in given]
-        state, decay = chunk_state(*[detached[i] for i in (0, 1, 2, 3, 6)], idx, **SCAN)
-        own = state_exchange.pack_state(state, decay, ids, rank)
-        started = state_exchange.state_start(own, *where)
-        tokens = state_exchange.scan_enter(x, dt, A, Bs, C, D, bias, idx, *where, chunk_size=4, final=final, **SCAN)
-        messages = state_exchange.state_wait(started, own, *where)
-        entering = state_exchange.entering_state(messages, init, ids, x.shape[3], algorithm, rank)
-        y, _ = ssm.chunk_scan.op(*detached[:6], None, detached[6], entering, idx, None, chunk_size=4, **SCAN)
-        whole, total = state_exchange.whole_state(messages, own, init, x.shape[3], *where) if final else (None, None)
-        decays = state_exchange.decays_of(messages, own, total, algorithm)
-        y, end = state_exchange.scan_leave(
-            y, whole, tokens, C, dt, A, bias, idx, decays, entering, init, ids, *where, **SCAN
-        )
-        loss = (y * s.dy[:, part]).sum()
-        if final:  # each rank uses the state of the whole sequence, with a weight of its own
-            loss = loss + (end * s.dfinal).sum() * (rank + 1) / sum(range(1, size + 1))
-        results[rank] = [y.detach(), end.detach(), *torch.autograd.grad(loss, given)]
-
     failures: list[BaseException] = []
 
-    def guarded(rank: int, part: slice) -> None:
+    def guarded(rank: int) -> None:
         try:
-            rank_program(rank, part)
+            local.rank = rank
+            results[rank] = on_a_rank(s, rank, algorithm, final)
         except BaseException as error:  # noqa: BLE001  shown by the test
             failures.append(error)
             barrier.abort()
 
-    threads = [threading.Thread(target=guarded, args=(r, p)) for r, p in enumerate(s.parts())]
+    threads = [threading.Thread(target=guarded, args=(r,)) for r in range(size)]
     for t in threads:
         t.start()
     for t in threads:
@@ -157,14 +172,7 @@ def simulated(s: Shards, algorithm: str, final: bool, monkeypatch) -> list[torch
     if failures:
         raise failures[0]
     found = [results[r] for r in range(size)]
-    joined = [torch.cat([f[i] for f in found], 1) for i in (0,)]
-    final_state = found[-1][1]
-    assert not final or all(torch.allclose(f[1], final_state, rtol=1e-12, atol=1e-12) for f in found)
-    grads = []
-    for i, leaf in enumerate(s.leaves()):
-        parts = [f[2 + i] for f in found]
-        grads.append(torch.cat(parts, 1) if leaf.dim() > 1 and leaf is not s.init else sum(parts))
-    return [*joined, final_state, *grads]
+    return joined(s, found, final)
 
 
 NAMES = ("y", "final", "x", "dt", "A", "B", "C", "D", "dt_bias", "init")

@@ -233,11 +233,11 @@ def test_random_numbers_out_of_order_and_a_passed_write_are_caught():
 def test_what_a_boxed_graph_has_read_is_freed(make, freed):
     """The second one, as it was, holds all that the forward kept until the backward ends."""
     alive = []
+    values = [torch.ones(3)]
+    given = weakref.ref(values[0])
     graph = fx.Graph()
     first = graph.call_function(torch.neg, (graph.placeholder("kept"),))
     graph.call_function(lambda _: alive.append(given() is not None), (first,))
     graph.output((first,))
-    values = [torch.ones(3)]
-    given = weakref.ref(values[0])
     make(fx.GraphModule(torch.nn.Module(), graph))(values)
     assert alive == [not freed]

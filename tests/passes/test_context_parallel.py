@@ -10,8 +10,9 @@ from latentscan.ir.capture import capture
 from latentscan.ir.errors import MeshError, RefusedError
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import Axis, Mesh, parse_mesh
-from latentscan.ir.ops import exchange
+from latentscan.ir.ops import exchange, state_exchange
 from latentscan.ir.ops.collectives import copy_to
+from latentscan.ir.ops.mask import as_many_tokens
 from latentscan.ir.order import check_order, collectives
 from latentscan.ir.tokens import follow_tokens
 from latentscan.lowering import overlap
@@ -195,6 +196,50 @@ def test_no_exchange_of_the_forward_graph_is_repeated_in_the_backward_graph(fake
         assert seen["backward"] == 1 + steps + (not removed)
 
 
+@pytest.mark.parametrize(("ranks", "algorithm"), [(2, "all-gather"), (3, "log-scan")])
+def test_inductor_sees_no_rank_s_masked_exchange_as_zeros(fake_ranks, monkeypatch, ranks, algorithm):
+    """Its passes over forward and backward together leave all ranks the same collectives in each. With masks that it
+    can read (sabotage) the first rank's backward exchange of zeros moves to its forward graph, and the ranks hang."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    group = fake_ranks(ranks)
+
+    def orders(rank: int) -> list[list[str]]:
+        found: list[list[str]] = []
+        mesh = Mesh((Axis("cp", ranks, rank, group),))
+        program = planned(graph_again(), f"mamba-context-parallel{{algorithm={algorithm},gradients=partial}}", mesh)
+
+        def keep(made, _):
+            from functorch.compile import make_boxed_func
+
+            found.append([place_of(n)[0] for n in made.graph.nodes if is_start(n)])
+            return make_boxed_func(made.forward)
+
+        def partition(joint, *args, **kwargs):
+            joint_graph_passes(joint)
+            return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+        run = torch.compile(
+            program.graph.module, dynamic=True, fullgraph=True, backend=aot_autograd(
+                fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=select_decomp_table()
+            ),
+        )  # fmt: skip
+        run(*arguments(program.graph))[0].backward()
+        torch._dynamo.reset()
+        return found
+
+    first, last = orders(0), orders(ranks - 1)
+    assert first == last
+    assert len(first[0]) == (2 if algorithm == "all-gather" else 3) + 1  # the loss
+    assert len(first[1]) == len(first[0]) - 1
+    for module in (exchange, state_exchange):
+        monkeypatch.setattr(module, "only_if", lambda x, here: x * here)
+    assert orders(0) != last
+
+
 def test_attention_needs_ulysses_and_gets_it():
     with pytest.raises(RefusedError, match=r"attention at model.layers.1.self_attn: .* Add ulysses"):
         planned(step("bamba", num_hidden_layers=2), "mamba-context-parallel", parse_mesh("cp=2"))
@@ -216,6 +261,16 @@ def test_ulysses_leaves_partial_gradients_if_asked():
     assert not partial.graph.calls(copy_to)
 
 
+def test_passes_that_disagree_on_gradients_are_refused():
+    """The last one would sum what the first was told to leave to an optimiser, which sums it again."""
+    graph = step("bamba", num_hidden_layers=2)
+    why = r"mamba-context-parallel gradients=partial and ulysses gradients=sum cannot both be.*the same"
+    with pytest.raises(RefusedError, match=why):
+        planned(graph.copy(), "mamba-context-parallel{gradients=partial},ulysses", parse_mesh("cp=2"))
+    both = planned(graph, "mamba-context-parallel{gradients=partial},ulysses{gradients=partial}", parse_mesh("cp=2"))
+    assert not both.graph.calls(copy_to)
+
+
 @pytest.mark.parametrize(
     ("family", "pipeline", "mesh", "rule"),
     [
@@ -235,6 +290,40 @@ def test_labels_that_the_model_shifts_and_averages_are_refused():
     with pytest.raises(RefusedError, match=r"tokens-moved|loss-averaged") as error:
         planned(graph, "mamba-context-parallel", parse_mesh("cp=2"))
     assert "split_batch" in str(error.value)  # the remedy
+
+
+def test_a_shard_of_one_token_says_so():
+    """The library takes one token for a step of decoding."""
+    ids = torch.ones(2, 2, dtype=torch.long)
+    batch = split_batch({"input_ids": ids, "labels": ids}, parse_mesh("cp=2"))
+    model = build("mamba2", num_hidden_layers=1).train()
+    graph = capture(model, inputs={**batch, "use_cache": False}, training=True)
+    with pytest.raises(RefusedError, match=r"length-fixed at .*: the graph was traced for 1 tokens? alone"):
+        planned(graph, "mamba-context-parallel", parse_mesh("cp=2"))
+
+
+def masked(longer: int = 0, rows: int = 1, family: str = "bamba"):
+    """A step's graph with an attention mask, ``longer`` than the ids."""
+    ids = torch.ones(rows, 12, dtype=torch.long)
+    batch = split_batch({"input_ids": ids, "labels": ids}, parse_mesh("cp=2"))
+    batch["attention_mask"] = torch.ones(rows, 6 + longer, dtype=torch.long)
+    model = build(family, num_hidden_layers=2).train()
+    return capture(model, inputs={**batch, "use_cache": False}, training=True)
+
+
+def test_one_row_s_mask_is_checked_at_run_time_to_be_as_long_as_the_ids():
+    """The library cuts mask[:, -L:], and of one row nothing else ties the mask's length to L."""
+    program = planned(masked(), BOTH, parse_mesh("cp=2"))
+    (check,) = program.graph.calls(as_many_tokens.op)
+    mask, ids = check.args
+    assert (mask.name, ids.name) == ("l_kwargs_attention_mask_", "l_kwargs_input_ids_")
+    assert list(mask.users) == [check]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_mask_longer_than_the_ids_is_refused(rows):
+    with pytest.raises(RefusedError, match=r"attention_mask_ has 9 tokens a row, .*input_ids_ has 6.*as many tokens"):
+        planned(masked(longer=3, rows=rows, family="mamba2"), "mamba-context-parallel", parse_mesh("cp=2"))
 
 
 def test_a_graph_that_fills_a_cache_is_refused():

@@ -74,6 +74,14 @@ def test_shards_and_heads_that_do_not_fit_are_named(steps):
     assert told["refused"]["dp=1,tp=3,cp=1"] == "8 Mamba heads over tp=3"
     told = given(8, seq=16)
     assert told["refused"]["dp=1,tp=1,cp=8"] == "a shard of 2 tokens is shorter than 3"
+    with pytest.raises(PipelineError, match=r"no way to share 1 rows of 512 tokens over 7 GPUs: dp=7.*--batch"):
+        given(7, seq=512, batch=1)
+
+
+def test_many_gpus_are_tried_by_their_divisors():
+    found = advise_module._degrees(99_991 * 2)  # twice a prime
+    assert sorted(found)[0] == (1, 1, 2 * 99_991)
+    assert len(found) == 9 and all(dp * tp * cp == 2 * 99_991 for dp, tp, cp in found)
 
 
 def test_volumes_by_hand():
@@ -98,7 +106,7 @@ def test_a_chunk_is_longer_where_the_state_is_larger():
     assert set(found) <= set(advise_module.CHUNKS)
 
 
-@pytest.mark.parametrize("text", ["", "80X", "-1G", "zero"])
+@pytest.mark.parametrize("text", ["", "80X", "-1G", "zero", "nan", "inf", "1e999G"])
 def test_memory_that_is_no_size_is_bad_input(text):
     with pytest.raises(PipelineError, match="is no size"):
         memory_of(text)

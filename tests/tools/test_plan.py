@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from latentscan.ir.errors import PipelineError
 from latentscan.ir.graph import Graph
 from latentscan.passes.base import Context, Site
 from latentscan.passes.latent_cache import LatentCache
@@ -259,6 +260,15 @@ def test_deepseek_v3_plans_within_a_minute_and_4_gib():
     # one token: the latent is read instead of expanded, 512 + 64 and 512 features a head
     decode = 2 * 37.5e9 + 2 * 61 * 128 * 32769 * 1088
     assert abs(told["phases"]["decode"]["after"]["flops"] / decode - 1) < 0.05
+
+
+def test_lengths_that_the_ranks_of_cp_do_not_divide_are_filled_up_and_short_shards_are_bad_input():
+    told = plan(resolve("tiny:mamba2"), "mamba-context-parallel", seq=13, train=True, mesh="cp=4")
+    assert told["phases"]["train"]["tokens_a_rank"] == 4
+    even = plan(resolve("tiny:mamba2"), "mamba-context-parallel", seq=16, train=True, mesh="cp=4")
+    assert told["phases"]["train"]["after"]["flops"] == even["phases"]["train"]["after"]["flops"]
+    with pytest.raises(PipelineError, match=r"8 tokens over 4 ranks are 2 a rank, and each needs 3 .* 12 tokens"):
+        plan(resolve("tiny:mamba2"), "mamba-context-parallel", seq=8, train=True, mesh="cp=4")
 
 
 def test_under_a_cp_mesh_a_ranks_tokens_and_what_it_sends_are_counted():
