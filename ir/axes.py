@@ -21,6 +21,7 @@ from latentscan.ir.layout import SmallNumbers
 from latentscan.ir.mesh import shares
 
 UNKNOWN = -1
+DRAWS = "draws random numbers, which would differ from one process"  # in the reason of a refusal
 SPLITS = {torch.split, torch.functional.split, torch.chunk, "split", "chunk"}
 POINTWISE = {
     "add", "sub", "mul", "truediv", "true_divide", "div", "neg", "pow", "rsqrt", "sqrt", "exp", "log", "log1p", "silu",
@@ -30,6 +31,10 @@ POINTWISE = {
     "erf", "expm1", "reciprocal", "bool", "long", "int", "detach", "invert", "bitwise_not",
 }  # fmt: skip
 REDUCTIONS = {"mean", "sum", "var", "std", "softmax", "log_softmax", "amax", "amin", "norm", "cumsum"}
+RANDOM = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
+    "normal", "uniform", "exponential", "gumbel_softmax", "random",
+}  # fmt: skip
 NORMS = {"layer_norm", "rms_norm"}
 
 
@@ -146,11 +151,29 @@ def is_pointwise(node: fx.Node) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a pointwise node is a dropout that drops something."""
-    if name_of(node) != "dropout":
+    """Whether a node is a dropout that drops something."""
+    if not name_of(node).endswith("dropout"):
         return False
     given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
     return bool(given.get("p", 0.5)) and bool(given.get("training", True))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = getattr(node.target, "_opname", name_of(node))
+    if name in RANDOM:
+        return True
+    if name.endswith("attention"):
+        given = node.kwargs.get("dropout_p", 0.0)
+        if hasattr(node.target, "_schema"):
+            places = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+            given = dict(zip(places, node.args, strict=False)).get("dropout_p", given)
+        elif len(node.args) > 4:
+            given = node.args[4]
+        return bool(given)
+    return name.endswith("dropout") and draws(node)
 
 
 # -- layout ---------------------------------------------------------------------------------------------------------
@@ -285,6 +308,8 @@ def through_pointwise(graph: Graph, op: fx.Node, known: dict[fx.Node, Placement]
     at = placement.dim - len(graph.shape(source)) + rank
     if source is not op and graph.shape(op)[at] != placement.labels.numel():
         raise AxisError(op, f"{op.name} broadcasts the units of {source.name}")
+    if not isinstance(graph.shape(op)[at], int):
+        raise AxisError(op, f"the units of {source.name} lie along a dimension of no fixed size")
     found = {}
     for node in (op, *tensor_inputs(op)):
         shape = graph.shape(node)

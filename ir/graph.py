@@ -14,6 +14,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from latentscan.ir.errors import CaptureError
+from latentscan.ir.sizes import expression, is_static
 from latentscan.ir.weights import Added, Recipe, Weight
 
 VALUE = "example_value"  # Dynamo's key for a node's fake value
@@ -109,7 +110,8 @@ class Graph:
         return node.meta.get(VALUE) if isinstance(node, fx.Node) else node
 
     def shape(self, node: fx.Node) -> tuple[Any, ...]:
-        return tuple(self.value(node).shape)
+        """Sizes; a symbolic one that tracing has fixed (a feature dimension of embedded inputs, say) as a number."""
+        return tuple(int(expression(s)) if is_static(s) else s for s in self.value(node).shape)
 
     @property
     def fake_mode(self) -> Any:
@@ -118,6 +120,14 @@ class Graph:
             if isinstance(value, torch.Tensor) and hasattr(value, "fake_mode"):
                 return value.fake_mode
         raise CaptureError("the graph holds no fake tensor")
+
+    def largest(self, size: fx.Node) -> int | None:
+        """The largest value that a symbolic size can have by the guards of the trace; None if it has no bound."""
+        env, value = self.fake_mode.shape_env, self.value(size)
+        if env is None or not isinstance(value, torch.SymInt):
+            return None
+        bound = env.bound_sympy(expression(value)).upper
+        return int(bound) if bound.is_Integer and bound < 1 << 31 else None
 
     def specialized(self) -> set[sympy.Symbol]:
         """Symbols that something has fixed or tied to others after tracing; no guard of Dynamo's knows of it."""

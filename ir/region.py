@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from latentscan.ir.axes import (
+    DRAWS,
     AxisError,
     Placement,
     Units,
@@ -50,6 +51,7 @@ COLUMN, ROW, CARRY, LAYOUT, POINTWISE, REDUCTION, MATMUL, ATTENTION, CANONICAL, 
 CREATES = {"zeros", "zeros_like", "new_zeros", "empty_like", "new_empty"}  # recurrent states are made so, and written
 SCANS = ("chunk_scan", "state_update")
 _ATTENTIONS = {"attention", "latent_attention", "scaled_dot_product_attention"}
+_MASKS = ("causal_mask", "packing_mask", "fit_padding")  # read values for their form alone
 _KEYS = {"attention": ("k", "v"), "latent_attention": ("k_rope",), "scaled_dot_product_attention": ("key", "value")}
 
 
@@ -65,12 +67,14 @@ class Region:
         placed: placements of values and weights inside.
         roles: the nodes inside, and what each is.
         linears: of the nodes with role column, row or carry.
+        cut: of an attention, a mask for each head that all ranks make and of which each reads its heads' part.
     """
 
     units: Units
     placed: dict[fx.Node, Placement] = field(default_factory=dict)
     roles: dict[fx.Node, str] = field(default_factory=dict)
     linears: dict[fx.Node, Linear] = field(default_factory=dict)
+    cut: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def ops(self, *roles: str) -> list[fx.Node]:
         """Nodes of the given roles (all by default), in the order of the graph."""
@@ -92,7 +96,7 @@ class Region:
             return []
         if role == LAYOUT and not any(leaf in self.placed for _, leaf in results(op)):
             return []
-        return [n for n in inputs if n not in self.placed]
+        return [n for n in inputs if n not in self.placed and n is not self.cut.get(op)]
 
     def weights(self, graph: Graph) -> list[fx.Node]:
         """Parameters that are split as they are (not as the weight of a linear map)."""
@@ -166,7 +170,7 @@ class _Growth:
             return ATTENTION, self.attention(op)
         if is_pointwise(op):
             if draws(op):
-                raise AxisError(op, f"{op.name} draws random numbers, which would differ from one process")
+                raise AxisError(op, f"{op.name} {DRAWS}")
             return POINTWISE, through_pointwise(graph, op, placed)
         if op.target == "transpose" and graph.weight(op.args[0]) is not None:  # as it is: it may be large
             return CARRY, self.transpose(op)
@@ -180,6 +184,8 @@ class _Growth:
             return self.grouped(op)
         if is_einsum(op):
             return MATMUL, through_einsum(op, placed)
+        if name_of(op) in ("pad", "constant_pad_nd"):
+            return CARRY, self.pad(op)
         if picks_rows(graph, op):
             return CARRY, self.gather(op)
         if op.target == "size" and op.kwargs.get("dim", op.args[1] if len(op.args) > 1 else None) is not None:
@@ -244,6 +250,16 @@ class _Growth:
         moved = {first: second, second: first}.get(dim, dim)
         return {(op if known is source else source): Placement(moved, labels)}
 
+    def pad(self, op: fx.Node) -> dict[fx.Node, Placement]:
+        """Numbers before or behind other dimensions (a conv state of a prompt that is shorter than the kernel)."""
+        x: Any = op.args[0]
+        placement = self.region.placed.get(op) or self.region.placed[x]
+        widths: Any = op.args[1] if len(op.args) > 1 else op.kwargs["pad"]
+        mode = op.args[2] if len(op.args) > 2 else op.kwargs.get("mode", "constant")
+        if mode != "constant" or placement.dim >= len(self.graph.shape(x)) - len(widths) // 2:
+            raise AxisError(op, f"{op.name} would be split along a dimension that it pads")
+        return {op: placement, x: placement}
+
     def gather(self, op: fx.Node) -> dict[fx.Node, Placement]:
         """Whole rows of a weight by number, such as the weights of chosen experts."""
         source: Any = op.args[0]
@@ -260,7 +276,7 @@ class _Growth:
     def attention(self, op: fx.Node) -> dict[fx.Node, Placement]:
         """Heads of queries and result; keys and values belong to the units of the query heads that read them."""
         if _given(op, "dropout_p"):
-            raise AxisError(op, f"{op.name} draws random numbers, which would differ from one process")
+            raise AxisError(op, f"{op.name} {DRAWS}")
         q, keys, rest = attention_operands(op)
         source = next((n for n in (op, q) if n in self.region.placed), None)
         units = self.region.units
@@ -282,11 +298,27 @@ class _Growth:
         for name in ("mask", "attn_mask"):
             mask = _given(op, name)
             if is_tensor(mask) and len(self.graph.shape(mask)) == 4 and self.graph.shape(mask)[1] == heads:  # type: ignore
-                found[mask] = placement  # type: ignore[index]
+                if self.trains(mask):  # type: ignore[arg-type]
+                    found[mask] = placement  # type: ignore[index]
+                else:
+                    self.region.cut[op] = mask  # type: ignore[assignment]
         sinks = _given(op, "sinks")
         if is_tensor(sinks):
             found[sinks] = Placement(0, placement.labels)  # type: ignore[index]
         return found
+
+    def trains(self, value: fx.Node) -> bool:
+        """Whether a value is made of weights (as a bias of positions may be), and not of numbers alone (alibi)."""
+        seen, stack = set(), [value]
+        while stack:
+            node = stack.pop()
+            if node in seen or op_name(node) in _MASKS or not is_tensor(node):
+                continue
+            seen.add(node)
+            if self.graph.weight(node) is not None:
+                return True
+            stack.extend(node.all_input_nodes)
+        return False
 
     def canonical(self, op: fx.Node) -> tuple[str, dict[fx.Node, Placement]]:
         placed = self.region.placed

@@ -19,7 +19,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from latentscan.ir.axes import SPLITS, AxisError, draws, is_matmul, is_pointwise, is_tensor, name_of, tensor_inputs
+from latentscan.ir.axes import (
+    DRAWS,
+    SPLITS,
+    AxisError,
+    draws,
+    is_matmul,
+    is_pointwise,
+    is_tensor,
+    name_of,
+    tensor_inputs,
+)
 from latentscan.ir.graph import VALUE, Graph
 from latentscan.ir.mesh import Axis, shares
 from latentscan.ir.region import is_grouped, picks_rows
@@ -199,7 +209,7 @@ class _Walk:
             return False
         if is_pointwise(node):
             if draws(node):
-                raise AxisError(node, f"{node.name} draws random numbers, which would differ from one process")
+                raise AxisError(node, f"{node.name} {DRAWS}")
             rank = len(graph.shape(node))
             if not same(graph.shape(node)[0], self.count) or any(len(graph.shape(n)) != rank for n in hot):
                 return False

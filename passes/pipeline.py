@@ -16,6 +16,7 @@ import sympy
 import torch.nn.functional as F
 from torch import fx
 
+from latentscan.ir.axes import DRAWS
 from latentscan.ir.errors import LatentscanError, PipelineError, RefusedError, VerifyError
 from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.verify import verify
@@ -306,8 +307,11 @@ def check_facts(current: Pass, record: PassRecord, context: Context, graph: Grap
         if name == current.name and module not in at:
             near = [r for r in record.refusals if not module or not r.module or f"{module}.".startswith(f"{r.module}.")]
             near.sort(key=lambda r: r.module not in (module, ""))  # its own first, then those of what it is in
-            why = near[0].reason if near else "it is not in this graph"
+            parts = [r.reason for r in record.refusals if module and r.module.startswith(f"{module}.")]
+            why = near[0].reason if near else "; ".join(dict.fromkeys(parts)) or "it is not in this graph"
             remedy = "other graphs of this model were rewritten here; call it as it was wrapped, or unwrap it"
+            if DRAWS in why:
+                remedy = "set this dropout to 0 in the configuration; evaluation and generation do not need it"
             dropped = written_out_dropout(graph, module)
             if dropped is not None and not {module, ""} & {r.module for r in record.refusals}:
                 why = (

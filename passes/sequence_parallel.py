@@ -49,6 +49,10 @@ class SequenceParallel(Pass):
         if 0 < tokens <= axis.size:  # a dimension of one token would be traced as fixed
             reason = f"traced with {tokens} tokens, at most one for each of {axis.size} ranks"
             return [Refusal("", "one-token", reason, "nothing to do: there is nothing to split")]
+        most = graph.largest(holder)
+        if most is not None and most <= 2 * axis.size:  # a prompt shorter than a convolution's kernel
+            reason = f"the graph is for at most {most} tokens, over {axis.size} ranks"
+            return [Refusal("", "one-token", reason, "nothing to do: there is next to nothing to split")]
         exits = sum(n.target is reduce_from for n in nodes)
         whole = sum(any(u not in nodes and u.target is not copy_to for u in n.users) for n in nodes)
         note = f"{len(nodes)} nodes on own tokens, {exits} reduce-scatters; {whole} values are also needed whole"

@@ -55,6 +55,22 @@ def differentiable(graph: Graph) -> set[fx.Node]:
     return found
 
 
+def lone_biases(graph: Graph, region: Region) -> bool:
+    """Whether the bias of a sum over the ranks trains and its weight does not.
+
+    On the first rank alone, as a bias of a sum otherwise is, it would be the only thing there that wants a gradient:
+    the other ranks' backward passes might not send what the first waits for. So every rank holds it.
+    """
+    for op in region.ops(ROW):
+        linear = region.linears[op]
+        if linear.bias is None:
+            continue
+        weight, bias = graph.weight(linear.weight), graph.weight(linear.bias)
+        if weight is not None and bias is not None and bias.value.requires_grad and not weight.value.requires_grad:
+            return True
+    return False
+
+
 def add_parts(graph: Graph, recipe: Recipe) -> list[fx.Node]:
     """Placeholders for a rank's parts of weights."""
     weights = [graph.weight_at(path) for path in recipe.sources]
@@ -67,10 +83,15 @@ class Split:
 
     Args:
         maker, site: the pass and the module, for provenance and recipes.
+        whole_biases: whether all ranks hold the biases of sums, and add them behind the sum (see :func:`lone_biases`).
     """
 
-    def __init__(self, graph: Graph, region: Region, axis: Axis, maker: str, site: str) -> None:
+    def __init__(
+        self, graph: Graph, region: Region, axis: Axis, maker: str, site: str, *, whole_biases: bool = False
+    ) -> None:
         self.graph, self.region, self.axis, self.maker, self.site = graph, region, axis, maker, site
+        self.whole_biases = whole_biases
+        self.behind: dict[fx.Node, fx.Node] = {}  # sum -> the bias that is added behind it
         self.small = SmallNumbers()
         self.gradients = differentiable(graph)
         self.borders = Borders(graph, axis, maker, self.gradients)
@@ -99,6 +120,8 @@ class Split:
             elif role == ATTENTION:
                 keys = attention_operands(op)[1]
                 self.match_heads(op, op, list(dict.fromkeys(keys)), 1)
+                if op in self.region.cut:
+                    self.cut_mask(op, self.region.cut[op])
             elif role == CANONICAL and op_name(op) in SCANS:
                 heads = next(leaf for place, leaf in results(op) if place == (0,))
                 shared = [argument(op, "B"), argument(op, "C")]
@@ -116,7 +139,18 @@ class Split:
         self.borders.enter(op, entry, lift=bool(self.region.ops(CONTRACT)))
 
     def reduce(self, op: fx.Node) -> None:
-        self.borders.leave(op)
+        total = self.borders.leave(op)
+        bias = self.behind.get(op)
+        if bias is None:
+            return
+        if total.args[0] is not op:
+            raise VerifyError(f"the bias of {op.name} is scaled before it is summed over the ranks", where=self.site)
+        dtype = self.graph.value(op).dtype
+        with self.graph.after(total, self.maker):
+            if self.graph.value(bias).dtype != dtype:  # under autocast
+                bias = self.graph.method("to", bias, dtype)
+            made = self.graph.call(torch.add, total, bias)
+        total.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
     # -- weights ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +178,10 @@ class Split:
     def split_row(self, op: fx.Node) -> None:
         linear, labels = self.region.linears[op], self.region.placed[self.region.linears[op].x].labels
         held = self.region.units.held(labels, self.axis.size)
-        sources = [self.graph.weight(n) for n in (linear.weight, linear.bias) if n is not None]
+        if self.whole_biases and linear.bias is not None:
+            self.behind[op] = linear.bias
+        split = (linear.weight,) if op in self.behind else (linear.weight, linear.bias)
+        sources = [self.graph.weight(n) for n in split if n is not None]
         dim = 0 if linear.transposed else 1
         recipe = row_recipe(sources, dim, held, self.axis, self.maker, self.site)  # type: ignore[arg-type]
         nodes = add_parts(self.graph, recipe)
@@ -193,6 +230,16 @@ class Split:
                 repeated.meta = {**op.meta, VALUE: None, PRODUCED_BY: self.maker}
             op.replace_input_with(key, repeated)
             self.repeated.append(repeated)
+
+    def cut_mask(self, op: fx.Node, mask: fx.Node) -> None:
+        """Let an attention read its own heads' part [b, heads, q, k] of a mask that all ranks make."""
+        own = self.own(op)
+        with self.graph.before(op, self.maker):
+            index = (slice(None), slice(own[0], own[-1] + 1))
+            part = self.graph.graph.call_function(operator.getitem, (mask, index))
+            part.meta = {**op.meta, VALUE: None, PRODUCED_BY: self.maker}
+        op.replace_input_with(mask, part)
+        self.repeated.append(part)
 
     def split_norm(self, op: fx.Node) -> None:
         """Leave a gated norm as it is if each of its groups is on one rank; else sum squares over the ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +20,7 @@ from latentscan.ir.normalize import LATENT_ATTENTION
 from latentscan.ir.region import COLUMN, CONTRACT, ROW, SCANS, Region, attention_operands, grow, op_name, picks_rows
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
 from latentscan.passes.experts import Mixture, WholeExperts, is_grouped, mixture_at
-from latentscan.passes.sharding import Split
+from latentscan.passes.sharding import Split, lone_biases
 from latentscan.passes.vocabulary import split_vocabulary, vocabularies, vocabulary_site
 
 
@@ -37,7 +37,8 @@ class TensorParallel(Pass):
         "(rows), and is found by following heads or features through the graph. Ranks get whole KV groups, the first "
         "ones one more; with more ranks than KV heads the query heads are dealt out and KV heads are held twice. What "
         "enters a region has its gradient summed over the ranks, and so has every weight inside that several ranks "
-        "hold; what leaves it is one all-reduce, to which the first rank adds the bias. A region is rewritten "
+        "hold; what leaves it is one all-reduce, to which the first rank adds the bias (a bias that trains while its "
+        "weight does not is held by all ranks and added behind it). A region is rewritten "
         "completely or refused completely. Of a mixture each rank holds whole experts if the ranks divide their number "
         "(experts=whole: also if not), else some inner features of every expert; either way the sum over the ranks "
         "comes behind the sum over a token's experts."
@@ -71,7 +72,7 @@ class TensorParallel(Pass):
                 found.append(_refusal(anchor, error))
                 continue
             inside.update(dict.fromkeys(region.roles, ""))
-            found.append(_site(graph, anchor, region, axis, why))
+            found.append(self._with_biases(graph, _site(graph, anchor, region, axis, why), region, context))
         planned = {m for (name, m), facts in context.facts.items() if name == self.name and "rows" in facts}
         for weight in vocabularies(graph, planned):
             made = vocabulary_site(graph, weight, axis, inside)
@@ -102,6 +103,17 @@ class TensorParallel(Pass):
             return Refusal(module_path(anchor), "too-few-experts", reason, "use experts=features"), None, ""
         return _experts_site(graph, anchor, mixture, axis), mixture, ""
 
+    def _with_biases(self, graph: Graph, site: Site, region: Region, context: Context) -> Site:
+        """A site that also says if biases of sums are on all ranks, in later graphs as it was planned."""
+        known = {module: facts for (name, module), facts in context.facts.items() if name == self.name}
+        whole = lone_biases(graph, region)
+        if known:
+            whole = known.get(site.module, {}).get("row_biases") == "whole"
+        if not whole:
+            return site
+        note = f"{site.note}; all ranks hold the biases of sums, which train alone"
+        return replace(site, facts={**site.facts, "row_biases": "whole"}, note=note)
+
     def _as_planned(self, found: Site | Refusal, context: Context) -> Site | Refusal:
         """Later graphs of a model split what was split when it was wrapped, and nothing else."""
         planned = {module for name, module in context.facts if name == self.name}
@@ -126,7 +138,8 @@ class TensorParallel(Pass):
             WholeExperts(graph, mixture, axis, self.name, site.module).run()
             return
         region = region_at(graph, graph.node(site.anchor), axis)
-        Split(graph, region, axis, self.name, site.module).run()
+        whole = site.facts.get("row_biases") == "whole"
+        Split(graph, region, axis, self.name, site.module, whole_biases=whole).run()
 
 
 def tp_axis(context: Context) -> Axis:

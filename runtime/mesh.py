@@ -14,6 +14,7 @@ from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
 from latentscan.ir.ops.waiting import lost, place_of, plain
 from latentscan.ir.order import Collective, check_order
+from latentscan.runtime.own import trains_alone
 
 PARALLEL = ("tensor-parallel", "sequence-parallel")  # passes that need a mesh, and leave a rank its part of the weights
 SEQUENCE = ("mamba-context-parallel", "ulysses")  # passes that need one, and leave a rank its part of the tokens
@@ -192,8 +193,42 @@ def _as_key(start: Sequence[str], phase: str, axis: str) -> tuple[str, ...]:
     return start[0], phase, axis, "", "", place_of(start[-1])
 
 
-def check_call(mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> None:
+def numbers_of(device: torch.device) -> str:
+    """The state of the generator from which a device's random numbers come, in short."""
+    if device.type == "cpu":
+        state = torch.get_rng_state()
+    else:
+        state = torch.get_device_module(device.type).get_rng_state(device)
+    return hashlib.sha256(state.cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def agree_on_numbers(mesh: Mesh, device: torch.device) -> None:
+    """Raise MeshError, on every rank, unless the ranks of ``tp`` would draw the same random numbers."""
+    axis = mesh.axis("tp")
+    every = gather_facts(axis, numbers_of(device)) if axis.size > 1 else [""]
+    odd = next((rank for rank, other in enumerate(every) if other != every[0]), None)
+    if odd is not None:
+        raise _other_numbers(odd)
+
+
+def _other_numbers(rank: int) -> MeshError:
+    return MeshError(
+        f"rank {rank} of tp would draw other random numbers than rank 0, and drop other elements of the same values",
+        where="a call of the model in training",
+        remedy="call torch.manual_seed on the ranks of tp with the same seed (another one for each rank of dp), and "
+        "draw no numbers on one of them alone; or set dropout to 0 in the configuration",
+    )
+
+
+def check_call(
+    mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training: bool, drawing: torch.device | None = None,
+    alone: str = "",
+) -> None:  # fmt: skip
     """Raise MeshError, on every rank, if the ranks of ``tp`` call the model with tensors of different forms.
+
+    Args:
+        drawing: where the call will draw random numbers, which are compared too; None if it draws none.
+        alone: what :func:`alone_in_training` found on this rank; if any did, every rank raises RefusedError.
 
     Checked where groups run on gloo, which needs no device; elsewhere only what is compiled is compared.
     """
@@ -202,10 +237,12 @@ def check_call(mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training
     axis = mesh.axis("tp")
     if axis.size == 1 or dist.get_backend(group_of(axis)) != "gloo":
         return
-    facts: dict[str, Any] = {"training": training, "gradients": torch.is_grad_enabled()}
+    facts: dict[str, Any] = {"training": training, "gradients": torch.is_grad_enabled(), "alone": alone}
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, torch.Tensor):
             facts[str(name)] = f"{value.dtype} of shape {list(value.shape)}"
+    if drawing is not None:
+        facts["random numbers"] = numbers_of(drawing)
     digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest])
     try:
@@ -215,9 +252,13 @@ def check_call(mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training
     if int(both[0]) == -int(both[1]):
         return
     every = gather_facts(axis, facts)
+    if any(f["alone"] for f in every):
+        raise trains_alone(next(f["alone"] for f in every if f["alone"]))
     for rank, other in enumerate(every):
         for key in sorted({*every[0], *other}):
             if every[0].get(key) != other.get(key):
+                if key == "random numbers":
+                    raise _other_numbers(rank)
                 raise MeshError(
                     f"{key} is {other.get(key)} on rank {rank} of {axis.name} and {every[0].get(key)} on rank 0",
                     where="a call of the model",

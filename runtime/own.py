@@ -74,12 +74,26 @@ def trained(recipe: Recipe, flags: Sequence[bool]) -> list[bool]:
         return [any(flags)] * len(recipe.targets)
     alone = len(recipe.parts) < len(recipe.sources) or recipe.parts[-1].dim is None
     if alone and flags[-1] and not flags[0]:
-        raise RefusedError(
-            f"{recipe.sources[-1]}, which the first rank alone holds, trains and {recipe.sources[0]} does not",
-            where=recipe.module,
-            remedy="train both or neither of them",
-        )
+        raise trains_alone(recipe.sources[-1])
     return list(flags[: len(recipe.targets)])
+
+
+def trains_alone(bias: str) -> RefusedError:
+    return RefusedError(
+        f"{bias}, which the first rank alone holds, trains and its weight does not",
+        where=bias.rpartition(".")[0],
+        remedy="freeze the weight before wrap, which then gives every rank the bias; or train both or neither of them",
+    )
+
+
+def alone_in_training(model: torch.nn.Module, recipes: Sequence[Recipe]) -> str:
+    """The first bias on this rank that a later freeze has left to train without its weight (see :func:`trained`)."""
+    for recipe in recipes:
+        if len(recipe.parts) == 2 and recipe.parts[1].dim is None:
+            weight, bias = (get(model, path) for path in recipe.targets)
+            if bias.requires_grad and not weight.requires_grad:
+                return recipe.sources[1]
+    return ""
 
 
 def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from latentscan.ir.axes import is_random
 from latentscan.ir.capture import forget_compiled, from_dynamo, reason_of, trace_settings, with_own_code
 from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError, VerifyError
 from latentscan.ir.frontends.base import MARK
@@ -23,10 +24,10 @@ from latentscan.passes.base import Context, Pass
 from latentscan.passes.pipeline import PassRecord, Program, is_cached, run
 from latentscan.runtime.binding import OwnedWeights
 from latentscan.runtime.executable import Executable
-from latentscan.runtime.mesh import agree_on_order, agree_on_starts, check_call
+from latentscan.runtime.mesh import agree_on_numbers, agree_on_order, agree_on_starts, check_call
 from latentscan.runtime.models import FSDP_FLAG, drop_input_hook, prepare_sharded, refuse_inner_shards
 from latentscan.runtime.options import Options
-from latentscan.runtime.own import TIES, check_places, get, shrink_tombstones
+from latentscan.runtime.own import TIES, alone_in_training, check_places, get, shrink_tombstones, trains_alone
 from latentscan.runtime.plan import ModelPlan
 
 # The recompile limit's error is no TorchDynamoException.
@@ -47,6 +48,7 @@ class TracedGraph:
     operations: list[dict[str, int]] = field(default_factory=list)  # canonical ops of each form made so far
     executable: Executable | None = field(default=None, repr=False)
     mesh: Mesh | None = field(default=None, repr=False)
+    drawing: torch.device | None = None  # where it draws random numbers that all ranks must draw alike
     collectives: int = 0  # communications of one call, backward pass included
     scheduled: list[Scheduled] = field(default_factory=list)  # what overlap-collectives did, forward and backward
 
@@ -61,6 +63,9 @@ class TracedGraph:
             from latentscan.ir.order import collectives
 
             self.collectives = agree_on_order(self.mesh, collectives(graph))
+            if any(map(is_random, graph.nodes)) and self.mesh.axis("tp").size > 1:
+                self.drawing = next((w.value.device for w in graph.weights.values()), torch.device("cpu"))
+                agree_on_numbers(self.mesh, self.drawing)
 
 
 class Session:
@@ -192,7 +197,12 @@ class Session:
         if getattr(self.model, FSDP_FLAG, False):
             prepare_sharded(self.model)
         if self.mesh is not None:
-            check_call(self.mesh, args, kwargs, self.model.training)
+            training = self.model.training
+            drawing = next((g.drawing for g in self.graphs if g.drawing is not None), None) if training else None
+            alone = alone_in_training(self.model, self.plan.recipes)
+            check_call(self.mesh, args, kwargs, training, drawing, alone)
+            if alone:
+                raise trains_alone(alone)
         limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 4 * RECOMPILE_LIMIT}
         try:
             with trace_settings(**limits):

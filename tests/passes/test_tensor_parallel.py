@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from latentscan.ir.capture import capture
-from latentscan.ir.errors import MeshError, PipelineError, RefusedError, VerifyError
+from latentscan.ir.errors import MeshError, PipelineError, VerifyError
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import parse_mesh
+from latentscan.ir.ops.collectives import reduce_from
 from latentscan.ir.order import check_order, collectives, ranks_to_try
 from latentscan.passes import sharding
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, facts_of, parse, run
+from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.options import Options
-from latentscan.runtime.own import make_parameters
+from latentscan.runtime.own import alone_in_training, make_parameters, trains_alone
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import build
 
@@ -89,17 +91,35 @@ def test_each_part_trains_if_what_it_is_a_part_of_does(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_row_s_bias_does_not_train_without_its_weight(rank):
+def test_a_row_s_bias_that_trains_without_its_weight_is_on_every_rank(rank):
+    """Added behind the sum. On the first rank alone it would start a backward pass that the others do not run."""
+    model = build("gpt_neox", num_hidden_layers=1)
+    layer = model.gpt_neox.layers[0]
+    layer.attention.dense.weight.requires_grad_(False)
+    program = on_rank(capture(model, training=True), "tp=2", rank)
+    (attention,) = [s for s in program.records[0].sites if s.module == "gpt_neox.layers.0.attention"]
+    assert attention.facts["row_biases"] == "whole"
+    recipes = [a.recipe for a in program.graph.added if a.index == 0]
+    assert "gpt_neox.layers.0.attention.dense.bias" not in {s for r in recipes for s in r.sources}
+    bias = program.graph.node(program.graph.weight_at("gpt_neox.layers.0.attention.dense.bias").placeholder)
+    (user,) = bias.users
+    assert user.target is torch.add and user.args[0].target is reduce_from
+    make_parameters(model, recipes)
+    assert layer.attention.dense.bias.requires_grad and not layer.attention.dense.weight_tp.requires_grad
+    assert hasattr(layer.mlp.dense_4h_to_h, "bias_tp") is (rank == 0)  # its weight trains
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_weight_that_is_frozen_after_wrap_does_not_leave_its_bias_alone(rank):
     model = build("gpt_neox", num_hidden_layers=1)
     dense = model.gpt_neox.layers[0].attention.dense
-    dense.weight.requires_grad_(False)
     recipes = _recipes(model, rank)
-    with pytest.raises(RefusedError, match=r"dense\.bias, which the first rank alone holds, trains and"):
-        make_parameters(model, recipes)
-    assert not [n for n, _ in model.named_parameters() if n.endswith("_tp")]
-    dense.bias.requires_grad_(False)
     make_parameters(model, recipes)
-    assert [p.requires_grad for p in (dense.weight_tp, *([dense.bias_tp] if rank == 0 else []))] == [False] * (2 - rank)
+    assert alone_in_training(model, recipes) == ""
+    dense.weight_tp.requires_grad_(False)
+    path = "gpt_neox.layers.0.attention.dense.bias"
+    assert alone_in_training(model, recipes) == (path if rank == 0 else "")  # the others cannot know
+    assert "Freeze the weight before wrap" in str(trains_alone(path))
 
 
 def test_a_call_with_embedded_inputs_splits_the_head_that_was_planned(llama):
@@ -202,3 +222,59 @@ def test_a_refused_pass_leaves_the_graph_as_it_was(llama, monkeypatch):
     with pytest.raises(VerifyError):
         run(graph, parse("tensor-parallel"), Context(mesh=parse_mesh("tp=2"), own_parameters=True))
     assert [str(n.args) for n in graph.nodes] == before
+
+
+def test_embedded_inputs_of_a_latent_attention_split_its_heads_and_nothing_else():
+    """Their features are traced as a symbol and fixed later: a size that is no int once made a second region of it."""
+    embedded = {"inputs_embeds": torch.zeros(2, 6, 64), "use_cache": False}
+    graph = capture(build("deepseek_v3", num_hidden_layers=1), inputs=embedded, training=True)
+    node = next(n for n in graph.nodes if n.op == "placeholder" and "inputs_embeds" in n.name)
+    assert graph.shape(node)[2] == 64 and isinstance(graph.shape(node)[2], int)
+    sites = [(s.module, s.rule) for s in on_rank(graph, "tp=2", 0).records[0].sites]
+    assert sites[0] == ("model.layers.0.self_attn", "heads")
+    assert [m for m, _ in sites].count("model.layers.0.self_attn") == 1
+
+
+@pytest.mark.parametrize("family", ["mpt", "bloom"])
+def test_of_a_mask_for_each_head_a_rank_reads_its_heads(family):
+    """Alibi is made of numbers alone, on every rank; 4 heads over 3 ranks."""
+    graph = capture(build(family, num_hidden_layers=1))
+    for rank, (first, stop) in enumerate(((0, 2), (2, 3), (3, 4))):
+        program = on_rank(graph, "tp=3", rank)
+        (attention,) = [n for n in program.graph.nodes if n.target is torch.ops.latentscan.attention.default]
+        mask = attention.args[3]
+        assert mask.args[1] == (slice(None), slice(first, stop))
+        assert program.graph.shape(mask)[1] == program.graph.shape(attention)[1] == stop - first
+
+
+def test_a_prompt_that_is_shorter_than_the_convolution_is_split():
+    """Its conv state is padded; with sequence-parallel such a graph is left as it is, for so few tokens."""
+    model = build("mamba2", num_hidden_layers=1).eval()
+    given = {"input_ids": torch.ones(2, 3, dtype=torch.long), "use_cache": True}
+    with torch.no_grad():
+        graph = capture(model, inputs={**given, cache_argument(model): GraphCache.for_model(model)})
+    assert any(n.target is torch._C._nn.pad for n in graph.nodes)
+    records = on_rank(graph, "tp=2", 1, "tensor-parallel,sequence-parallel").records
+    assert records[0].sites[0].module == "backbone.layers.0.mixer"
+    assert [r.rule for r in records[1].refusals] == ["one-token"]
+    assert "at most 3 tokens" in records[1].refusals[0].reason
+
+
+def test_a_refused_dropout_says_what_to_set():
+    model = build("gpt2", num_hidden_layers=1)
+    facts = facts_of(on_rank(capture(model.eval()), "tp=2", 0).records)
+    needed = frozenset({("tensor-parallel", "transformer.h.0.attn")})
+    context = Context(mesh=parse_mesh("tp=2").at(tp=0), own_parameters=True, facts=facts, required=needed)
+    with pytest.raises(VerifyError, match="draws random numbers") as caught:
+        run(capture(model.train(), training=True), parse("tensor-parallel"), context)
+    assert caught.value.remedy.startswith("set this dropout to 0")
+
+
+def test_a_refusal_of_a_part_of_what_was_planned_is_the_reason():
+    """Bloom's activation is an autograd function in training only."""
+    model = build("bloom", num_hidden_layers=1)
+    facts = facts_of(on_rank(capture(model.eval()), "tp=2", 0).records)
+    needed = frozenset({("tensor-parallel", "transformer.h.0.mlp")})
+    context = Context(mesh=parse_mesh("tp=2").at(tp=0), own_parameters=True, facts=facts, required=needed)
+    with pytest.raises(VerifyError, match=r"cannot be rewritten as planned: .*autograd_function_apply"):
+        run(capture(model.train(), training=True), parse("tensor-parallel"), context)
