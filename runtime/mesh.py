@@ -152,12 +152,19 @@ def one_writes(mesh: Mesh) -> Iterator[bool]:
 
 
 def gather_facts(axis: Axis, facts: Any) -> list[Any]:
-    """What each rank of an axis says, in order of ranks."""
+    """What each rank of an axis says, in order of ranks; also while a graph is compiled.
+
+    A compiler has Python's dispatcher on, which keeps the interpreter's lock while an operator starts. Gloo's thread
+    destroys work that is done under the lock that starting takes, and needs the interpreter's lock for it: now and then
+    the two waited for each other, for ever.
+    """
     import torch.distributed as dist
+    from torch._dispatch.python import no_python_dispatcher
 
     found: list[Any] = [None] * axis.size
     try:
-        dist.all_gather_object(found, facts, group=group_of(axis))
+        with no_python_dispatcher():
+            dist.all_gather_object(found, facts, group=group_of(axis))
     except RuntimeError as error:
         raise lost(axis.group, f"the comparison of ranks along {axis.name} ({str(facts)[:80]})", error) from error
     return found
