@@ -12,7 +12,8 @@ import torch
 
 from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
-from latentscan.ir.ops.waiting import lost, place_of, plain
+from latentscan.ir.ops.waiting import late, lost, place_of, plain
+from latentscan.ir.ops.watching import watch
 from latentscan.ir.order import Collective, check_order
 from latentscan.runtime.own import trains_alone
 
@@ -121,12 +122,17 @@ def group_of(axis: Axis) -> Any:
 
 
 def set_timeout(mesh: Mesh, seconds: float) -> None:
-    """How long a rank waits in a collective of the mesh; all ranks set the same."""
+    """How long a rank waits in a collective of the mesh; all ranks set the same. Where waits do not hold the host, as
+    with NCCL, the group is watched."""
+    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     for axis in mesh.axes:
         if axis.size > 1:
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group_of(axis))
+            group = group_of(axis)
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if dist.get_backend(group) != "gloo":
+                watch(axis.group, seconds, late)
 
 
 @contextlib.contextmanager

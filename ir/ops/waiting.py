@@ -19,6 +19,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from latentscan.ir.errors import MeshError
+from latentscan.ir.ops import watching
 
 _OPS = torch.ops._c10d_functional
 _ANSWER = 5.0  # seconds that the others are given to say where they are
@@ -72,9 +73,16 @@ def wait(x: Tensor, group: str, what: str, sent: Tensor | None = None) -> Tensor
     if torch.compiler.is_compiling():  # a compiler sees the wait alone
         return _OPS.wait_tensor(x)
     try:
-        return _OPS.wait_tensor(x)
+        made = _OPS.wait_tensor(x)
     except RuntimeError as error:
         raise lost(group, what, error) from error
+    watching.waited(made, plain(group), group, what)
+    return made
+
+
+def late(group: str, what: str) -> str:
+    """What :mod:`latentscan.ir.ops.watching` says of a collective that a device waits for."""
+    return str(lost(group, what, RuntimeError("the time-out is near")))
 
 
 def is_transport(error: BaseException) -> bool:
@@ -93,9 +101,9 @@ def lost(group: str, what: str, error: BaseException) -> MeshError:
     with contextlib.suppress(Exception):
         pg = _resolve(name)
         rank = dist.get_rank()
-        count = pg._get_sequence_number_for_group()
-        told = _others(name, pg, rank, f"{here}, collective {count} of its group")
-        here = f"{here}, collective {count} of its group"
+        with contextlib.suppress(RuntimeError):  # not every backend counts
+            here = f"{here}, collective {pg._get_sequence_number_for_group()} of its group"
+        told = _others(name, pg, rank, here)
     ended = "closed" in str(error) or "reset" in str(error)
     why = "another rank ended" if ended else "the others did not come in time"
     return MeshError(
