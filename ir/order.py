@@ -193,7 +193,8 @@ def check_order(orders: Mapping[int, Sequence[tuple[str, ...]]], axis: str) -> N
 
 def _text(key: Sequence[str]) -> str:
     name, phase, _, elements, dtype, module = key
-    return f"{name} of {elements} {dtype} in the {phase} pass at {module or 'the model itself'}"
+    size = f" of {elements} {dtype}" if elements else ""
+    return f"{name}{size} in the {phase} pass at {module or 'the model itself'}"
 
 
 def ranks_to_try(mesh: Mesh, axis: str, most: int = 8) -> list[int]:

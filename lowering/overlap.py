@@ -44,6 +44,7 @@ def compile_overlapped(
         fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), inference_compiler=compiler("forward"),
         partition_fn=default_partition,
     )  # fmt: skip
+
     return torch.compile(module, backend=backend, dynamic=True, fullgraph=True)
 
 

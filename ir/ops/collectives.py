@@ -18,6 +18,7 @@ import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
 
+from latentscan.ir.ops.orders import first_order
 from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
@@ -60,6 +61,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return sum_over(grad, ctx.group), None
 
@@ -70,6 +72,7 @@ class _ReduceStart(torch.autograd.Function):
         return start_sum(x, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, None
 
@@ -83,6 +86,7 @@ class _SumStart(torch.autograd.Function):
         return start_sum(x, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return sum_over(grad, ctx.group), None
 
@@ -93,6 +97,7 @@ class _Wait(torch.autograd.Function):
         return wait(x, group, "all_reduce") if group else x.view_as(x)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, None
 
@@ -112,6 +117,7 @@ class _GatherRows(torch.autograd.Function):
         return every
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad.narrow(0, *ctx.own), None, None, None
 
@@ -123,6 +129,7 @@ class _ShareRows(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         dim, total, own, group = ctx.where
         index = indices_on(grad.device, own)

@@ -21,6 +21,7 @@ from torch import Tensor
 from latentscan.ir.errors import MeshError
 from latentscan.ir.ops.collectives import sum_over
 from latentscan.ir.ops.opaque import only_if
+from latentscan.ir.ops.orders import first_order
 from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
@@ -41,6 +42,7 @@ class _TailStart(torch.autograd.Function):
         return ring(x, 1, size, rank, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return wait(grad, ctx.group, "send").view(ctx.shape), None, None, None
 
@@ -52,6 +54,7 @@ class _TailWait(torch.autograd.Function):
         return only_if(wait(x, group, "send"), rank > 0)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         size, rank, group = ctx.where
         return ring(only_if(grad, rank > 0), -1, size, rank, group), None, None, None
@@ -63,6 +66,7 @@ class _SumPartial(torch.autograd.Function):
         return sum_over(x, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return grad, None
 
@@ -88,6 +92,7 @@ class _Fork(torch.autograd.Function):
         return x.view_as(x), x.narrow(1, x.shape[1] - keep, keep).clone()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor, tail: Tensor) -> Any:  # type: ignore[override]
         # In place: only products read the first output, and autograd has summed their gradients in memory of its own.
         grad.narrow(1, grad.shape[1] - ctx.keep, ctx.keep).add_(tail)
@@ -155,6 +160,7 @@ class _Swap(torch.autograd.Function):
         return _swap(parts, size, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return _swap(grad, *ctx.where).view(ctx.shape), None, None
 
@@ -190,6 +196,7 @@ class _GatherShared(torch.autograd.Function):
         return wait(_OPS.all_gather_into_tensor(x.contiguous()[None], size, group), group, "all_gather")
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         size, group = ctx.where
         if not group:

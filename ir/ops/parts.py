@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from latentscan.ir.ops.orders import first_order
+
 Tokens = tuple[Tensor, ...]  # of the value, the weight and, if there is one, the bias
 
 
@@ -23,17 +25,21 @@ class _Part(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx: Any, x, weight, bias, to_x, to_weight, to_bias, first: int, count: int, keep: int, again: bool, rest: bool
     ) -> Any:
-        ctx.save_for_backward(x, weight)
-        ctx.where, ctx.bias, ctx.chained = (first, count, keep, again, rest), bias, to_x is not None
+        ctx.where, ctx.chained = (first, count, keep, again, rest), to_x is not None
+        at = 3 if ctx.chained else 0
+        of_x, of_weight = ctx.needs_input_grad[at : at + 2]  # each product needs the other factor
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.shapes = x.shape, weight.shape, None if bias is None else bias.shape
+        ctx.kinds = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         rows = weight.narrow(0, first, count)
         out = F.linear(_last(x, keep), rows, None if bias is None else bias.narrow(0, first, count))
         made = [t.new_empty(()).expand(t.shape) for t in (x, weight, bias) if t is not None]
-        at = 3 if ctx.chained else 0
         ctx.mark_non_differentiable(*(t for i, t in enumerate(made) if not ctx.needs_input_grad[at + i]))
         return out, *made
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dout: Any, dx: Any, dweight: Any, dbias: Any = None) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         first, count, keep, again, rest = ctx.where
@@ -43,13 +49,15 @@ class _Part(torch.autograd.Function):
         if dout is not None:
             flat = dout.flatten(0, -2)
             if wants[0]:
-                dx = _add_input(dx, x, flat, weight.narrow(0, first, count).to(dout.dtype), keep)
+                rows = weight.narrow(0, first, count).to(dout.dtype)
+                dx = _add_input(dx, ctx.shapes[0], ctx.kinds[0], flat, rows, keep)
             if wants[1]:
                 if dweight is None:
-                    dweight = torch.empty_like(weight) if rest else torch.zeros_like(weight)
+                    made = flat.new_empty if rest else flat.new_zeros
+                    dweight = made(ctx.shapes[1], dtype=ctx.kinds[1])
                 _add_rows(dweight.narrow(0, first, count), flat, _last(x, keep).flatten(0, -2).to(dout.dtype), again)
             if wants[2]:
-                dbias = torch.zeros_like(ctx.bias) if dbias is None else dbias
+                dbias = flat.new_zeros(ctx.shapes[2], dtype=ctx.kinds[2]) if dbias is None else dbias
                 dbias.narrow(0, first, count).add_(flat.sum(0))
         elif dweight is not None and not again:
             dweight.narrow(0, first, count).zero_()  # the parts after it left these rows open
@@ -68,18 +76,20 @@ def _last(x: Tensor, keep: int) -> Tensor:
     return x.narrow(-2, x.shape[-2] - keep, keep) if keep else x
 
 
-def _add_input(dx: Tensor | None, x: Tensor, flat: Tensor, rows: Tensor, keep: int) -> Tensor:
+def _add_input(
+    dx: Tensor | None, shape: torch.Size, dtype: torch.dtype, flat: Tensor, rows: Tensor, keep: int
+) -> Tensor:  # fmt: skip
     """``dx`` with a product's part; in place but for the first."""
     if keep:
-        dx = torch.zeros_like(x) if dx is None else dx
+        dx = flat.new_zeros(shape, dtype=dtype) if dx is None else dx
         tail = _last(dx, keep)
         tail.add_((flat @ rows).view(tail.shape))
         return dx
     if dx is None:
-        return (flat @ rows).view(x.shape).to(x.dtype)
+        return (flat @ rows).view(shape).to(dtype)
     if dx.dtype != flat.dtype:
-        return dx.add_((flat @ rows).view(x.shape))
-    dx.view(-1, x.shape[-1]).addmm_(flat, rows)
+        return dx.add_((flat @ rows).view(shape))
+    dx.view(-1, shape[-1]).addmm_(flat, rows)
     return dx
 
 

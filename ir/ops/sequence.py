@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from latentscan.ir.ops.collectives import gather_rows, scatter_rows
+from latentscan.ir.ops.orders import first_order
 
 # What an autograd.Function gives is a value of its own, never a view of one that it made: before torch 2.13 AOTAutograd
 # loses the gradient of such a view without a word. So these work on tokens first [n, ..], and layouts are made outside.
@@ -48,6 +49,7 @@ class _GatherIn(torch.autograd.Function):
         return _gather(x, n, size, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return _scatter(grad, *ctx.where), None, None, None
 
@@ -59,6 +61,7 @@ class _ScatterOut(torch.autograd.Function):
         return _scatter(x, size, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return _gather(grad, *ctx.where), None, None
 
@@ -70,6 +73,7 @@ class _Unshard(torch.autograd.Function):
         return _gather(x, n, size, group)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return _own(grad, *ctx.where), None, None, None, None
 
@@ -81,6 +85,7 @@ class _Shard(torch.autograd.Function):
         return _own(x, size, rank)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return _gather(grad, *ctx.where), None, None, None
 

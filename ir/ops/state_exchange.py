@@ -28,6 +28,7 @@ from torch import Tensor
 
 from latentscan.ir.ops.exchange import ring
 from latentscan.ir.ops.opaque import only_if
+from latentscan.ir.ops.orders import first_order
 from latentscan.ir.ops.waiting import wait
 
 _OPS = torch.ops._c10d_functional
@@ -116,8 +117,10 @@ def _forward(messages: Tensor, upto: int, start: Tensor | None, head_dim: int) -
     for message in messages.unbind(0)[:upto]:
         added = message[..., 1:].unflatten(-1, (head_dim, -1))
         state = added if state is None else torch.addcmul(added, message[..., :1, None], state)
-    if state is None:
-        return messages.new_zeros(messages[0, ..., 1:].unflatten(-1, (head_dim, -1)).shape)
+    if upto == 0:  # of what nobody reads a compiler drops the exchange, on this rank alone
+        nothing = only_if(messages[0, ..., 1:].unflatten(-1, (head_dim, -1)), False)
+        state = nothing if state is None else state + nothing
+    assert state is not None
     return state.clone(memory_format=torch.contiguous_format)
 
 
@@ -206,6 +209,7 @@ class _Enter(torch.autograd.Function):
         return x.new_empty(()).expand(x.shape), sent, zero.expand(message), zero.expand(state), zero.expand(state)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dy, sent, own, entering, dwhole) -> Any:  # type: ignore[no-untyped-def, override]
         x, dt, A, B, C, D, dt_bias, seq_idx = ctx.saved_tensors
         where, group = ctx.where, ctx.where["group"]
@@ -235,6 +239,7 @@ class _Leave(torch.autograd.Function):
         return y.view_as(y), final.view_as(final)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, dy, dfinal) -> Any:  # type: ignore[no-untyped-def, override]
         C, dt, A, dt_bias, seq_idx, decays, entering, ids = ctx.saved_tensors
         where, rank, size, group = ctx.where, *(ctx.where[k] for k in ("rank", "size", "group"))

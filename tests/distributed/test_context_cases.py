@@ -185,6 +185,7 @@ def test_hybrids_and_attention_under_inductor_and_with_scheduled_collectives(tmp
     cases = [
         bamba(rows=1, mask="left", **inductor),
         mamba2(starts=[5, 12, 13], **inductor),
+        mamba2(**{**inductor, "pipeline": f"{MAMBA},overlap-collectives"}),
         ulysses("llama", mask="left", **inductor),
         ulysses("deepseek_v3", rows=1, mask="left", **inductor),
         mamba2(pipeline=f"{MAMBA},overlap-collectives", rows=1, mask="left"),

@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import latentscan.ir.ops.ssm
 import latentscan.ir.ops.ssm_exchange  # noqa: F401  (both register)
+from latentscan.ir.errors import RefusedError
 from latentscan.ir.ops import collectives, exchange, sequence, state_exchange
 
 H, P, N = 2, 4, 3
@@ -105,3 +106,12 @@ def test_saved_tensors_are_read_once():
                     assert len(reads) <= max(1, len(inner)), f"{file.name}: {function.name}"
                     found += len(reads)
     assert found > 8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_gradients_are_refused(name, group):
+    """Torch's gradient of an all-reduce is one more: second-order gradients were too large by the number of ranks."""
+    x = torch.randn((2, 6, 4), dtype=torch.float64, requires_grad=True)
+    made = CASES[name](x * 2, group).sin().sum()
+    with pytest.raises(RefusedError, match="create_graph=True"):
+        torch.autograd.grad(made, x, create_graph=True)

@@ -110,3 +110,25 @@ def test_rows_that_are_written_twice_are_seen():
     got = gradients(lambda *a: chained(*a, wrong=True), chain, given)
     with pytest.raises(AssertionError):
         close(got, gradients(plain, chain, given))
+
+
+def test_a_frozen_weight_keeps_no_input_alive():
+    """As F.linear does: only the other factor of a product is kept."""
+    chain = CHAINS["tail, conv and steps, gate"]
+    kept = []
+    x, weight, bias = inputs((2, 5, 3), frozen=(1,))
+
+    def keep(tensor):
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        chained(chain, x * 2, weight, bias)
+    assert kept.count(torch.Size((10, 3))) == 3 and torch.Size((2, 5, 3)) not in kept
+
+
+def test_a_chain_that_ends_in_the_last_tokens_of_what_is_not_contiguous():
+    chain = [(4, 6, 0), (0, 4, 2)]
+    given = inputs((2, 5, 3))
+    turned = given[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    close(gradients(chained, chain, [turned, *given[1:]]), gradients(plain, chain, given))
