@@ -108,9 +108,7 @@ def guard_waits(graph: fx.Graph) -> int:
 
 def _inductor_options(growth: float, tell: Tell, agree: Agree | None) -> dict[str, Any]:
     """Inductor's options: our order after its own graph passes, and a scheduler that does not undo it."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    from latentscan.lowering import schedule
+    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Scheduling(CustomGraphPass):  # type: ignore[misc]
         def __call__(self, graph: fx.Graph) -> None:
@@ -118,7 +116,9 @@ def _inductor_options(growth: float, tell: Tell, agree: Agree | None) -> dict[st
             _schedule(graph, "backward" if backward else "forward", growth, tell, agree)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((__file__, schedule.__file__), extra=str(growth))
+            return (
+                None  # no cached graph: a rank that found one would leave out the comparison that the others wait for
+            )
 
     return {
         **inductor_options(),

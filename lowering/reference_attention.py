@@ -185,8 +185,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool,
             v = functional.pad(v, (0, qk_dim - v_dim))
         else:
             q, k = functional.pad(q, (0, v_dim - qk_dim)), functional.pad(k, (0, v_dim - qk_dim))
+    shared = False
+    if not packed and heads != groups:  # a symbol's comparison is no bool, which the call wants
+        shared = True
     out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=is_causal, scale=scale, enable_gqa=heads != groups and not packed
+        q, k, v, attn_mask=bias, is_causal=is_causal, scale=scale, enable_gqa=shared
     )
     if out.shape[3] != v_dim:
         out = out[..., :v_dim]

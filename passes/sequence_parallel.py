@@ -151,8 +151,10 @@ class _Tokens:
             user.replace_input_with(node, self.once(unshard_tokens, node, user, *where))
 
     def once(self, function: Any, value: fx.Node, before: fx.Node, *more: Any) -> fx.Node:
+        """The value, once: before the first node that reads it, whatever the order of its users."""
         key = function, value
         if key not in self.made:
+            before = min((before, *value.users))
             with self.graph.before(before, SequenceParallel.name):
                 self.made[key] = self.graph.call(function, value, *more, self.axis.name, self.axis.group)
         return self.made[key]

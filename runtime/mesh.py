@@ -233,11 +233,19 @@ def _other_numbers(rank: int) -> MeshError:
     )
 
 
+def _values(x: torch.Tensor) -> str:
+    """Tokens, labels and masks on the host, in short; nothing of other values, which are larger."""
+    if x.device.type != "cpu" or x.is_floating_point() or x.is_complex() or type(x) is not torch.Tensor:
+        return ""
+    return f" holding {hashlib.sha256(x.detach().numpy().tobytes()).hexdigest()[:8]}"
+
+
 def check_call(
     mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training: bool, drawing: torch.device | None = None,
     alone: str = "",
 ) -> None:  # fmt: skip
-    """Raise MeshError, on every rank, if the ranks of ``tp`` call the model with tensors of different forms.
+    """Raise MeshError, on every rank, if the ranks of ``tp`` call the model with tensors of different forms, or with
+    other tokens, labels or masks.
 
     Args:
         drawing: where the call will draw random numbers, which are compared too; None if it draws none.
@@ -253,7 +261,7 @@ def check_call(
     facts: dict[str, Any] = {"training": training, "gradients": torch.is_grad_enabled(), "alone": alone}
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, torch.Tensor):
-            facts[str(name)] = f"{value.dtype} of shape {list(value.shape)}"
+            facts[str(name)] = f"{value.dtype} of shape {list(value.shape)}{_values(value)}"
     if drawing is not None:
         facts["random numbers"] = numbers_of(drawing)
     digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
@@ -282,6 +290,7 @@ def check_call(
 def check_alike(mesh: Mesh, model: torch.nn.Module, pipeline: str) -> None:
     """Raise MeshError, on every rank, unless all ranks wrap the same model in the same way."""
     weights = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
+    trained = sorted(name for name, p in model.named_parameters() if p.requires_grad)
     facts = {
         "pipeline": pipeline,
         "mesh": mesh.text(),
@@ -289,6 +298,7 @@ def check_alike(mesh: Mesh, model: torch.nn.Module, pipeline: str) -> None:
         "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
         "training mode": model.training,
         "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+        "trained weights": hashlib.sha256(repr(trained).encode()).hexdigest()[:16],
     }
     for axis in mesh.axes:
         if axis.size == 1 or axis.name == "dp":

@@ -198,8 +198,10 @@ class Session:
             prepare_sharded(self.model)
         if self.mesh is not None:
             training = self.model.training
-            drawing = next((g.drawing for g in self.graphs if g.drawing is not None), None) if training else None
-            alone = alone_in_training(self.model, self.plan.recipes)
+            drawing = next((g.drawing for g in self.graphs if g.drawing is not None), None)
+            if drawing is not None and not training and not any(m.training for m in self.model.modules()):
+                drawing = None
+            alone = alone_in_training(self.model, self.plan.recipes) if torch.is_grad_enabled() else ""
             check_call(self.mesh, args, kwargs, training, drawing, alone)
             if alone:
                 raise trains_alone(alone)

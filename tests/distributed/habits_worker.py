@@ -15,6 +15,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
         loss B L                        evaluation without gradients, then training again
         grad B L                        gradients in evaluation mode, no step
         generate B L                    six tokens, greedily, then training again
+        sample B L                      six tokens drawn by each rank for itself
         recompute, keep                 gradient checkpointing on, off
         clip                            the next steps clip to a norm of 0.1
 
@@ -107,6 +108,9 @@ class Pair:
             made = []
             self.in_eval(lambda m: made.append(m.generate(**given, max_new_tokens=6, do_sample=False)))
             return 0.0 if torch.equal(*made) else 1.0
+        elif what == "sample":
+            torch.manual_seed(dist.get_rank())
+            self.model.eval().generate(**given, max_new_tokens=6, do_sample=True)
         else:
             raise ValueError(what)
         return 0.0

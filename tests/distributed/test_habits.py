@@ -128,3 +128,24 @@ def test_biases_that_train_alone(tmp_path):
 def test_masks_for_each_head(tmp_path):
     (ranks,) = go(2, [{"models": [{"family": "mpt"}], "pipeline": SEQUENCE, "script": SHORT}], tmp_path)
     check(ranks)
+
+
+@pytest.mark.slow
+def test_scheduled_collectives_beside_other_attention_and_under_inductor(tmp_path):
+    """gpt2's heads are a symbol there; of a graph from Inductor's cache one rank would not compare the order."""
+    gpt2 = {"models": [{"family": "gpt2", "overrides": {"attn_pdrop": 0.0}}], "script": SHORT}
+    neox = {"models": [{"family": "gpt_neox", "overrides": {"num_hidden_layers": 2}}], "trained": ["bias"]}
+    cases = [
+        {**gpt2, "pipeline": f"{PARALLEL},overlap-collectives"},
+        {**neox, "pipeline": f"{SEQUENCE},overlap-collectives", "inductor": True, "script": [["step", 2, 13]]},
+    ]
+    for ranks in go(2, cases, tmp_path):
+        check(ranks)
+
+
+@pytest.mark.slow
+def test_ranks_that_sample_other_tokens_are_told(tmp_path):
+    case = {"models": [{"family": "llama"}], "pipeline": PARALLEL, "script": [["sample", 2, 7]]}
+    (ranks,) = go(2, [case], tmp_path)
+    assert [found["error"] for found in ranks] == ["MeshError"] * 2
+    assert all("holding" in found["text"] for found in ranks)

@@ -49,6 +49,30 @@ def test_norms_run_on_the_rank_s_tokens_and_their_weights_are_summed():
     assert [u.target.__name__ for w in weights for u in w.users] == ["copy_to"]  # type: ignore[union-attr]
 
 
+class Adapted(torch.nn.Module):
+    """A projection with a narrow one beside it, which tensor-parallel leaves whole."""
+
+    def __init__(self, inner: torch.nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reduce = torch.nn.Linear(inner.in_features, 4, bias=False)
+        self.expand = torch.nn.Linear(4, inner.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.expand(self.reduce(x))
+
+
+def test_a_value_that_is_split_and_whole_is_made_whole_before_its_first_reader():
+    model = build("llama", num_hidden_layers=1)
+    layer = model.model.layers[0].self_attn
+    layer.q_proj = Adapted(layer.q_proj)
+    graph = on_rank(capture(model, training=True), 2, 0).graph
+    assert graph is not None
+    at = {n: i for i, n in enumerate(graph.nodes)}
+    made = graph.calls(sequence.unshard_tokens)
+    assert made and all(at[m] < at[u] for m in made for u in m.users)
+
+
 def test_a_step_of_one_token_is_left_as_it_is():
     (_, decode) = traced_phases(build("mamba2"), batch=2, seq=8)
     records = on_rank(decode.graph, 2, 0).records
