@@ -123,7 +123,7 @@ def group_of(axis: Axis) -> Any:
 
 def set_timeout(mesh: Mesh, seconds: float) -> None:
     """How long a rank waits in a collective of the mesh; all ranks set the same. Where waits do not hold the host, as
-    with NCCL, the group is watched."""
+    on GPUs, the group is watched."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

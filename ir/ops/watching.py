@@ -1,4 +1,4 @@
-"""A watch over collectives whose waits do not hold the host: with NCCL a wait is an entry in a device's stream.
+"""A watch over collectives whose waits do not hold the host: on a GPU or NPU a wait is an entry in a stream.
 
 There torch's own watchdog ends a process whose collective is not done in time, and names the operation alone. Behind
 each wait a watched group records an event; a thread looks how far the device came, and where nothing moved for most of
