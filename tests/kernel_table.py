@@ -94,7 +94,7 @@ def exchanged(ins: dict[str, Any], plain: Any, device: Device) -> None:
     x, B = ins["x"], ins["B"]
     steps = Steps(ins["dt"], ins["A"], ins["dt_bias"], None, True, 0.0, float("inf"))
     for entering in (False, True):
-        chunk_exchange._portable(x, steps, B, plain, entering=entering)
+        chunk_exchange.portable(x, steps, B, plain, entering=entering)
         if device is H200 and ours.gluon_works() and chunk_scan_gluon.refusal(x, B, B, None, None) is None:
             chunk_exchange_gluon.summed(x, steps, B, device, entering=entering)
 

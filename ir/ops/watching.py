@@ -51,7 +51,7 @@ class Watch:
             if not self._open:
                 self._moved = self._clock()
             self._open.append((event, group, what))
-            if threaded and (self._thread is None or not self._thread.is_alive()):
+            if threaded and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="latentscan-watch", daemon=True)
                 self._thread.start()
 
@@ -62,6 +62,7 @@ class Watch:
                 self._open.popleft()
                 self._moved, self._said = self._clock(), False
             if not self._open:
+                self._thread = None  # it ends now: what is added next starts another
                 return False
             stuck = self._clock() - self._moved
             if stuck < _EARLY * self.seconds or self._said:
@@ -76,7 +77,7 @@ class Watch:
         return True
 
     def _run(self) -> None:
-        with contextlib.suppress(Exception):  # a device that is gone: its own error says more
+        with contextlib.suppress(Exception):  # a device that is gone: its own error says more, and nothing is watched
             while True:
                 time.sleep(min(1.0, self.seconds / 20))
                 if not self.look():

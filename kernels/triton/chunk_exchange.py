@@ -46,7 +46,7 @@ def entry_kernel(vec, sums, L, NC, Q: tl.constexpr, BC: tl.constexpr, FOLD: tl.c
     tl.store(at + Q, second, mask=inside)
 
 
-def _enters(vec: Tensor, s: Sizes, *, fold: bool) -> None:
+def weigh_entering(vec: Tensor, s: Sizes, *, fold: bool) -> None:
     """:func:`entry_kernel` of a ``vec`` that was made without folding."""
     chunks = vec.shape[2]
     sums = vec[:, :, :, 0, -1].cumsum(2)
@@ -56,14 +56,14 @@ def _enters(vec: Tensor, s: Sizes, *, fold: bool) -> None:
     )  # fmt: skip
 
 
-def _portable(x: Tensor, steps: Steps, B: Tensor, k: Forward, *, entering: bool) -> tuple[Tensor, Tensor]:
+def portable(x: Tensor, steps: Steps, B: Tensor, k: Forward, *, entering: bool) -> tuple[Tensor, Tensor]:
     """The sum over all chunks [b, H, P, N] and, if it is the state's, the decay [b, H]; fp32."""
     s = Sizes.of(x, B, k.chunk)
     chunks = triton.cdiv(s.NC, min(k.segments, s.NC))
     S = triton.cdiv(s.NC, chunks)
     vec = prepare(steps, s, chunks=S * chunks)  # the kernel reads whole segments
     if entering:
-        _enters(vec, s, fold=False)
+        weigh_entering(vec, s, fold=False)
     states = torch.empty(s.b, S + 1, s.H, s.P, s.N, device=x.device, dtype=torch.float32)
     states[:, 0].zero_()
     decays = torch.empty(s.b, S + 1, s.H, device=x.device, dtype=torch.float32)
@@ -102,7 +102,7 @@ def _summed(
     chunks = triton.cdiv(x.shape[1], 64)
     rows = x.shape[0] * x.shape[2]
     k = forward_config(pad(x.shape[3]), pad(B.shape[3]), x.dtype, rows, chunks, device)
-    return _portable(x, steps, B, k, entering=entering)
+    return portable(x, steps, B, k, entering=entering)
 
 
 def chunk_state(

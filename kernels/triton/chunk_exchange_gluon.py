@@ -12,7 +12,7 @@ from torch import Tensor
 
 from latentscan.kernels.triton.chunk_common import Sizes, Steps, launch, prepare
 from latentscan.kernels.triton.chunk_configs import Device, Hopper
-from latentscan.kernels.triton.chunk_exchange import _enters
+from latentscan.kernels.triton.chunk_exchange import weigh_entering
 from latentscan.kernels.triton.chunk_scan_gluon import CHUNK, WIDTH, descriptor, states_gluon_kernel
 
 _PARTS = 8  # pieces of a unit at most
@@ -61,7 +61,7 @@ def summed(x: Tensor, steps: Steps, B: Tensor, device: Device, *, entering: bool
     m, k = parts(units, NC, device.processors), Hopper()
     vec = prepare(steps, s, chunks=NC, fold=not entering)
     if entering:
-        _enters(vec, s, fold=True)
+        weigh_entering(vec, s, fold=True)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(*shape, device=x.device, dtype=torch.float32)

@@ -74,7 +74,7 @@ def main() -> None:
         ("chunk_state", False, lambda: ours.chunk_state(x, dt, A, B, bias, None, **OPTIONS)),
         ("output_state", True, lambda: ours.output_state(x, B, dt, A, bias, None, **OPTIONS)),
     ):
-        portable = milliseconds(lambda: ours._portable(x, steps, B, k, entering=entering))  # noqa: B023
+        portable = milliseconds(lambda: ours.portable(x, steps, B, k, entering=entering))  # noqa: B023
         print(f"2.7B, 2 x 16384: {name} {milliseconds(call):.3f} ms, portable {portable:.3f} ms")
     sys.exit(bad)
 

@@ -21,11 +21,8 @@ Told for each: ``loss`` and ``gradient``, the largest relative differences; or `
 from __future__ import annotations
 
 import copy
-import json
 import math
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,6 +32,7 @@ from latentscan.ir.errors import LatentscanError
 from latentscan.runtime.batch import IGNORED, split_batch
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.distributed.context_parallel_worker import apart, whole
+from latentscan.tests.distributed.launch import serve
 from latentscan.tests.models import build
 
 BOTH = "mamba-context-parallel,ulysses"
@@ -187,24 +185,6 @@ def more(what: str, one: Any, many: Any, batch: dict[str, Any], mesh: str) -> di
     raise ValueError(what)
 
 
-def main() -> None:
-    rank, world, rendezvous, result, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    results = []
-    for case in json.loads(cases):
-        try:
-            results.append(run(case, world))
-        except Exception as error:  # noqa: BLE001  a rank that ended would leave the others waiting
-            results.append({"error": type(error).__name__, "text": str(error)})
-        torch._dynamo.reset()
-    with open(f"{result}.{rank}", "w", encoding="utf-8") as file:
-        json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    serve(lambda case, rank, world: run(case, world), Exception)  # a rank that ended would leave the others waiting

@@ -25,9 +25,6 @@ The result has for each model a list of [action, distance]: of losses, of every 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +33,7 @@ import torch.distributed as dist
 from latentscan.ir.errors import LatentscanError
 from latentscan.runtime.gradients import clip_grad_norm_
 from latentscan.runtime.wrap import wrap
+from latentscan.tests.distributed.launch import serve
 from latentscan.tests.distributed.worker import gathered, perturbed, worst
 from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import distance, ragged, tokens
@@ -187,23 +185,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return {"done": found, "apart": [pair.apart() for pair in pairs]}
 
 
-def main() -> None:
-    rank, world, rendezvous, result, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    results = []
-    for case in json.loads(cases):
-        try:
-            results.append(run(case))
-        except LatentscanError as error:
-            results.append({"error": type(error).__name__, "text": str(error)})
-        torch._dynamo.reset()
-    with open(f"{result}.{rank}", "w", encoding="utf-8") as file:
-        json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda case, rank, world: run(case))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from latentscan.runtime import mesh as meshes
 from latentscan.tests.distributed import worker
+from latentscan.tests.distributed.launch import serve
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -51,7 +52,7 @@ def main() -> None:
         dist.all_reduce(torch.zeros(1))  # the library's barrier asks the device for its C++ part
 
     dist.init_process_group, dist.barrier = init, last
-    worker.main()
+    serve(worker.run)
 
 
 if __name__ == "__main__":

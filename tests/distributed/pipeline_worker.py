@@ -6,18 +6,15 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
 from __future__ import annotations
 
 import copy
-import json
 import re
-import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
 import latentscan
+from latentscan.tests.distributed.launch import serve
 from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import distance, in_original_names, tokens
 
@@ -86,20 +83,5 @@ def run(case: dict[str, Any], rank: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    rank, world, rendezvous, result, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    results = []
-    for case in json.loads(cases):
-        results.append(run(case, rank))
-        torch._dynamo.reset()
-    with open(f"{result}.{rank}", "w", encoding="utf-8") as file:
-        json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda case, rank, world: run(case, rank))

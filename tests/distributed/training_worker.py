@@ -14,9 +14,6 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
 
 from __future__ import annotations
 
-import json
-import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,9 +21,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import latentscan
-from latentscan.ir.errors import LatentscanError
 from latentscan.ir.mesh import parse_mesh
 from latentscan.runtime.door import session_of
+from latentscan.tests.distributed.launch import serve
 from latentscan.tests.distributed.worker import gathered, perturbed, worst
 from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import tokens
@@ -143,23 +140,5 @@ def split_bytes(model: torch.nn.Module) -> tuple[int, int]:
     return total, sum(4 * torch.Size(p.shape).numel() * len(p.own or ()) // p.shape[p.dim] for p in parts)  # type: ignore
 
 
-def main() -> None:
-    rank, world, rendezvous, result, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    results = []
-    for case in json.loads(cases):
-        try:
-            results.append(run(case, rank, world))
-        except LatentscanError as error:
-            results.append({"error": type(error).__name__, "text": str(error)})
-        torch._dynamo.reset()
-    with open(f"{result}.{rank}", "w", encoding="utf-8") as file:
-        json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve(run)

@@ -23,15 +23,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import json
-import sys
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from latentscan.ir.errors import LatentscanError
 from latentscan.ir.ops import collectives
 from latentscan.runtime import session as session_module
 from latentscan.runtime.checkpoint import load
@@ -39,6 +35,7 @@ from latentscan.runtime.door import session_of
 from latentscan.runtime.source import resolve
 from latentscan.runtime.stored import Stored
 from latentscan.runtime.wrap import unwrap, wrap
+from latentscan.tests.distributed.launch import serve
 from latentscan.tests.models import build
 from latentscan.tests.runtime.helpers import distance, ragged, tokens
 
@@ -311,23 +308,5 @@ def more(what: str, model: torch.nn.Module, one: torch.nn.Module, result: dict[s
         result["unwrapped"] = max(distance(mine[name], p) for name, p in one.named_parameters())
 
 
-def main() -> None:
-    rank, world, rendezvous, result, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    results = []
-    for case in json.loads(cases):
-        try:
-            results.append(run(case, rank, world))
-        except LatentscanError as error:
-            results.append({"error": type(error).__name__, "text": str(error)})
-        torch._dynamo.reset()
-    with open(f"{result}.{rank}", "w", encoding="utf-8") as file:
-        json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    serve(run)

@@ -77,11 +77,16 @@ def test_a_thread_looks_while_something_is_under_way():
     while not told and time.monotonic() < until:
         time.sleep(0.02)
     assert len(told) == 1
+    first = watch._thread
+    assert first is not None
     event.done = True
-    watch._thread.join(20)
-    assert not watch._thread.is_alive()
-    watch.add(Event(done=True), "0", "all_reduce")  # another thread
-    watch._thread.join(20)
+    first.join(20)
+    assert not first.is_alive() and watch._thread is None
+    watch.add(Event(done=True), "0", "all_reduce")
+    second = watch._thread
+    assert second is not None and second is not first
+    second.join(20)
+    assert watch._thread is None
 
 
 def test_a_wait_on_a_device_is_watched_under_its_module(monkeypatch):

@@ -17,6 +17,7 @@ def test_states_and_their_gradients_equal_the_reference():
     for name, errors in found.items():
         # fp32 sums over up to 900 tokens, and tf32x3 products: 1e-6. A packed border is a term of -160 in the running
         # sums of log2 decays, whose differences are then good to 160 * 2^-23 = 2e-5.
-        bound = 3e-5 if name == "packed" else 3e-6
+        bound = 3e-5 if "packed" in name else 3e-6
         assert max(errors[k] for k in ("state", "output_state", "decay")) < bound, (name, errors)
-    assert found["several-segments"]["swapped"] > 0.1
+    for name in ("several-segments", "odd share", "wide heads, ragged"):
+        assert found[name]["swapped"] > 0.1
