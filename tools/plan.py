@@ -26,6 +26,7 @@ from latentscan.passes.pipeline import (
     run,
     to_text,
 )  # fmt: skip
+from latentscan.runtime.mesh import PARALLEL, SEQUENCE
 from latentscan.runtime.own import get
 from latentscan.runtime.phases import Phase, Traced, traced_phases, values_of
 from latentscan.runtime.plan import ModelPlan
@@ -108,7 +109,9 @@ def plan(
             "parameters": sum(p.numel() for p in model.parameters()),
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "layers": getattr(source.config.get_text_config(decoder=True), "num_hidden_layers", None),
-            "notes": [*source.notes, *(_idle_notes(passes, records) if train else [])],
+            "notes": [
+                *source.notes, *(_idle_notes(passes, records) if train else []), *_mesh_notes(passes, planned)
+            ],
         },
         "pipeline": to_text(passes),
         "batch": batch,
@@ -155,6 +158,14 @@ def _rests(current: Pass, record: PassRecord) -> bool:
     if record.refusals:
         return all(r.rule == "attention-dropout" for r in record.refusals)
     return current.phases == "cached"
+
+
+def _mesh_notes(passes: tuple[Pass, ...], mesh: Mesh | None) -> list[str]:
+    """That nothing is split, where wrap would refuse the mesh."""
+    if mesh is None or not any(a.name != "dp" for a in mesh.axes) or any(p.name in PARALLEL + SEQUENCE for p in passes):
+        return []
+    words = ", ".join(PARALLEL + SEQUENCE)
+    return [f"no pass uses the mesh {mesh.text()}, so every rank holds and computes all: add one of {words}"]
 
 
 def _idle_notes(passes: tuple[Pass, ...], records: list[PassRecord]) -> list[str]:

@@ -271,6 +271,14 @@ def test_lengths_that_the_ranks_of_cp_do_not_divide_are_filled_up_and_short_shar
         plan(resolve("tiny:mamba2"), "mamba-context-parallel", seq=8, train=True, mesh="cp=4")
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "mesh", "noted"), [("", "tp=2", 1), ("", "dp=2", 0), ("tensor-parallel", "tp=2", 0)]
+)
+def test_a_mesh_that_no_pass_uses_is_noted(pipeline, mesh, noted):
+    notes = plan(resolve("tiny:llama"), pipeline, seq=16, train=True, mesh=mesh)["model"]["notes"]
+    assert sum(f"no pass uses the mesh {mesh}" in n for n in notes) == noted
+
+
 def test_under_a_cp_mesh_a_ranks_tokens_and_what_it_sends_are_counted():
     """Two ranks of 256 tokens: half the operations and nearly half of what is kept; a state is 4 x 8 x 257 bytes."""
     data = plan(resolve("tiny:mamba2"), "mamba-context-parallel", seq=512, train=True, mesh="cp=2")
