@@ -25,7 +25,7 @@ def chunk_scan(
         KernelError: shapes or options that do not fit, with the values.
     """
     if x.is_cuda and TRITON and refusal(x, B) is None:
-        y, state = CHUNK_SCAN(
+        y, state, _ = CHUNK_SCAN(
             x, dt, A, B, C, D, z, dt_bias, init_state, seq_idx, cu_seqlens,
             chunk_size=64 if chunk_size is None else chunk_size, dt_softplus=dt_softplus,
             dt_min=float(dt_limit[0]), dt_max=float(dt_limit[1]),

@@ -52,10 +52,18 @@ def with_tiles(schema: str) -> str:
     return f'{head}{"" if "*, " in head else ", *"}, str tiles="") -> {results}'
 
 
-def without_tiles(canonical: Callable[..., Any]) -> Callable[..., Any]:
-    """The canonical op for arguments of a kernel that takes tiles."""
+def with_starts(schema: str, *, backward: bool = False) -> str:
+    """A scan's schema with what its forward keeps for the backward: a result more, or an argument more."""
+    head, results = schema.split(") -> ")
+    if backward:
+        return f"{head}, Tensor? starts=None) -> {results}"
+    return f"{head}) -> {results.removesuffix(')')}, Tensor starts)"
 
-    def called(*args: Any, tiles: str = "", **kwargs: Any) -> Any:
+
+def without_tiles(canonical: Callable[..., Any]) -> Callable[..., Any]:
+    """The canonical op for arguments of a kernel that takes tiles, and what was kept."""
+
+    def called(*args: Any, tiles: str = "", starts: Any = None, **kwargs: Any) -> Any:
         return canonical(*args, **kwargs)
 
     return called

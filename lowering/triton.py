@@ -7,6 +7,7 @@ that compilers see one call. Triton itself is imported when a kernel runs.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,28 +17,31 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonical ops)
 from latentscan.ir.ops import ssm_exchange as _exchange  # noqa: F401
-from latentscan.kernels.triton.chunk_configs import refusal
+from latentscan.kernels.triton.chunk_configs import refusal, starts_shape
 from latentscan.lowering import reference, triton_mamba
-from latentscan.lowering.tiles import with_tiles, without_tiles
+from latentscan.lowering.tiles import with_starts, with_tiles, without_tiles
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _define(name: str, module: str, *, tuned: bool = False) -> Any:
+def _define(
+    name: str, module: str, *, schema: Callable[[str], str] = str, fake: Callable[..., Any] | None = None, **fixed: Any
+) -> Any:  # fmt: skip
     """The op of a kernel: function ``name`` of a module of kernels/triton, described by the canonical op ``name``.
 
-    ``tuned``: it takes a user's table of tiles as well.
+    Args:
+        schema: of the canonical op's schema, the kernel's own. fake: its own, with ``canonical`` as first argument.
+        fixed: arguments of the function that no caller gives.
     """
     canonical = getattr(torch.ops.latentscan, name).default
-    schema = str(canonical._schema).split("::", 1)[1]
-    _LIBRARY.define(with_tiles(schema) if tuned else schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(schema(str(canonical._schema).split("::", 1)[1]), tags=(torch.Tag.pt2_compliant_tag,))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = next(t for t in args if isinstance(t, torch.Tensor))
         try:
             with torch.autocast(given.device.type, enabled=False):
-                return getattr(importlib.import_module(module), name)(*args, **kwargs)
+                return getattr(importlib.import_module(module), name)(*args, **kwargs, **fixed)
         except ValueError as error:
             raise KernelError(str(error), where=name, remedy="use target=reference for such tensors") from error
 
@@ -46,23 +50,35 @@ def _define(name: str, module: str, *, tuned: bool = False) -> Any:
 
     _LIBRARY.impl(name, run, "CUDA")
     _LIBRARY.impl(name, refuse, "CPU")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", without_tiles(canonical), lib=_LIBRARY)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake or without_tiles(canonical), lib=_LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _define_with_backward(name: str, module: str) -> Any:
-    op, backward_op = _define(name, module, tuned=True), _define(f"{name}_backward", module, tuned=True)
+def _define_chunk_scan() -> Any:
+    """The scan, which takes a user's tiles, and whose third result saves its backward a pass."""
+    name, module = "chunk_scan", "latentscan.kernels.triton.chunk_scan"
+    canonical = torch.ops.latentscan.chunk_scan.default
+
+    def fake(x: Any, dt: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> Any:
+        y, state = without_tiles(canonical)(x, dt, A, B, *args, **kwargs)
+        b, length, _, P = x.shape
+        kept = x.new_empty(starts_shape(x.device, x.dtype, b * length, P, B.shape[3]), dtype=torch.float32)
+        return y, state, kept
+
+    op = _define(name, module, schema=lambda s: with_starts(with_tiles(s)), fake=fake, keep_starts=True)
+    backward_op = _define(f"{name}_backward", module, schema=lambda s: with_starts(with_tiles(s), backward=True))
 
     def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*inputs, output[2])
+        ctx.mark_non_differentiable(output[2])
         ctx.options = keyword_only_inputs
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors
-        if all(g is None for g in grads):
+        *saved, starts = ctx.saved_tensors
+        if all(g is None for g in grads[:2]):
             return (None,) * len(saved)
-        found = backward_op(*grads, *saved, **ctx.options)
+        found = backward_op(*grads[:2], *saved, **ctx.options, starts=starts)
         # Arguments without a gradient (seq_idx, cu_seqlens) come last.
         gradients = [None if t is None else g for t, g in zip(saved, found, strict=False)]
         return (*gradients, *(None,) * (len(saved) - len(found)))
@@ -71,7 +87,7 @@ def _define_with_backward(name: str, module: str) -> Any:
     return op
 
 
-CHUNK_SCAN = _define_with_backward("chunk_scan", "latentscan.kernels.triton.chunk_scan")
+CHUNK_SCAN = _define_chunk_scan()
 CHUNK_STATE = _define("chunk_state", "latentscan.kernels.triton.chunk_exchange")
 OUTPUT_STATE = _define("output_state", "latentscan.kernels.triton.chunk_exchange")
 

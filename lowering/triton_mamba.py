@@ -22,7 +22,8 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import ssm_mixer as _mixer  # noqa: F401
-from latentscan.lowering.tiles import with_tiles, without_tiles
+from latentscan.kernels.triton.chunk_configs import starts_shape
+from latentscan.lowering.tiles import with_starts, with_tiles, without_tiles
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -38,7 +39,7 @@ _MODULES = {
     "selective_scan_backward": "selective_scan_backward",
     "state_update": "state_update",
 }
-_TUNED = ("mamba_mixer", "mamba_mixer_backward")  # these take a user's table of tiles
+_TUNED = ("mamba_mixer", "mamba_mixer_backward")  # these take a user's table of tiles, and what the scan keeps
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -76,6 +77,8 @@ def _fake(name: str) -> Callable[..., Any]:
         out = without_tiles(_canonical(name))(*args, **kwargs)
         if name == "selective_scan":
             return _tokens_last(out[0]), out[1]
+        if name == "mamba_mixer":
+            return *out, _starts(*args, **kwargs)
         if name == "selective_scan_backward":  # du, ddelta and dz
             return tuple(_tokens_last(t) if i in (0, 1, 6) else t for i, t in enumerate(out))
         return out
@@ -83,21 +86,36 @@ def _fake(name: str) -> Callable[..., Any]:
     return fake
 
 
+def _starts(projected: Tensor, *_: Any, head_dim: int, d_state: int, **__: Any) -> Tensor:
+    """Fake of what the mixer's scan keeps."""
+    tokens = projected.shape[0] * projected.shape[1]
+    shape = starts_shape(projected.device, projected.dtype, tokens, head_dim, d_state)
+    return projected.new_empty(shape, dtype=torch.float32)
+
+
 def _define(name: str) -> None:
     schema = str(_canonical(name)._schema).split("::", 1)[1]
-    _LIBRARY.define(with_tiles(schema) if name in _TUNED else schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, _kernel(name), "CompositeExplicitAutograd")
+    if name in _TUNED:
+        schema = with_starts(with_tiles(schema), backward=name.endswith("_backward"))
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    fixed = {"keep_starts": True} if name == "mamba_mixer" else {}
+    _LIBRARY.impl(name, _kernel(name, **fixed), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(name), lib=_LIBRARY)
 
 
 def _define_gradient(name: str) -> None:
     """Autograd of ``name`` by ``name_backward``: the kernel where there is one, else the canonical op.
 
-    An output that the backward takes (the mixer's y) is saved beside the inputs and has no gradient of its own.
+    An output that the backward takes (the mixer's y, what its scan keeps) is saved beside the inputs and has no
+    gradient of its own.
     """
     backward_name = f"{name}_backward"
-    outputs = [r.name for r in _canonical(name)._schema.returns]
-    taken = [a.name for a in _canonical(backward_name)._schema.arguments]
+    backward_op = getattr(
+        torch.ops.latentscan_triton if backward_name in _MODULES else torch.ops.latentscan, backward_name
+    ).default
+    outputs = [r.name for r in getattr(torch.ops.latentscan_triton, name).default._schema.returns]
+    options = [a.name for a in backward_op._schema.arguments if a.kwarg_only]
+    taken = [a.name for a in backward_op._schema.arguments]
     kept = [i for i, output in enumerate(outputs) if output in taken]
     names = [a.name for a in _canonical(name)._schema.arguments if not a.kwarg_only]
     gradients = [r.name for r in _canonical(backward_name)._schema.returns]
@@ -117,8 +135,9 @@ def _define_gradient(name: str) -> None:
         grads = tuple(g for i, g in enumerate(grads) if i not in kept)
         found: list[Tensor | None] = [None] * len(saved)
         if any(g is not None for g in grads):
-            namespace = torch.ops.latentscan_triton if backward_name in _MODULES else torch.ops.latentscan
-            made = getattr(namespace, backward_name).default(*grads, *extra, *saved, **ctx.options)
+            told = dict(zip((outputs[i] for i in kept), extra, strict=True))
+            named = {n: told.pop(n) for n in list(told) if n in options}
+            made = backward_op(*grads, *told.values(), *saved, **ctx.options, **named)
             for place, gradient in zip(places, made, strict=True):
                 found[place] = None if saved[place] is None else gradient
         return tuple(found)

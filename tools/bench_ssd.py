@@ -57,13 +57,14 @@ def bench_ssd(
     if tune is not None:
         tiles = tune_ssd.table_at(tune)
     chosen = [None, None] if tiles is None else [way(ins["x"], ins["B"]) for way in (tiles.forward, tiles.backward)]
+    text = "" if tiles is None else tiles.text()
 
     def forward() -> Any:
-        return ours.chunk_scan(**ins, **options, config=chosen[0])
+        return ours.chunk_scan(**ins, **options, tiles=text)
 
     def both() -> Any:
-        forward()
-        return ours.chunk_scan_backward(dy, None, **ins, **options, config=chosen[1])
+        kept = ours.chunk_scan(**ins, **options, tiles=text, keep_starts=True)[2]  # as in training; y is gone
+        return ours.chunk_scan_backward(dy, None, **ins, **options, tiles=text, starts=kept)
 
     step("what this device can do")
     bandwidth, arithmetic = device_limits()

@@ -22,7 +22,8 @@ from latentscan.kernels.reference.ssm_common import absent
 class Parts:
     """Kernels of a target, with the signatures of :mod:`latentscan.kernels.reference`.
 
-    ``writes``: the backward of convolution and norm take ``out``, a strided view to write dx (or dz) to.
+    ``writes``: the backward of convolution and norm take ``out``, a strided view to write dx (or dz) to. ``keeps``: the
+    scan's backward takes ``starts``, which its forward may give as a third result.
     """
 
     conv: Callable[..., Any] = ssm_conv.causal_conv1d
@@ -32,6 +33,7 @@ class Parts:
     norm: Callable[..., Any] = ssm_norm.gated_rms_norm
     norm_backward: Callable[..., Any] = ssm_norm.gated_rms_norm_backward
     writes: bool = False
+    keeps: bool = False
 
 
 REFERENCE = Parts()
@@ -62,7 +64,7 @@ def mamba_mixer(
     dt_bias: Tensor | None, norm_weight: Tensor | None, seq_idx: Tensor | None = None,
     *, heads: int, head_dim: int, groups: int, d_state: int, activation: str, chunk_size: int, dt_softplus: bool,
     dt_min: float, dt_max: float, eps: float, group_size: int, norm_before_gate: bool, parts: Parts = REFERENCE,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """``norm(scan(conv(xBC), dt), z)`` of ``projected = [z | x B C | dt]``.
 
     Args:
@@ -73,18 +75,18 @@ def mamba_mixer(
 
     Returns:
         out: [b, L, H·P]. final_state: fp32 [b, H, P, N]. y: [b, L, H, P], the scan's output, which the backward wants;
-        empty without a norm.
+        empty without a norm. Where ``parts`` keep it, what the scan's backward takes as ``starts``.
     """
     shape = (heads, head_dim, groups, d_state)
     z, mixed, dt = pieces(projected, *shape)
     x, B, C = scan_inputs(parts.conv(mixed, conv_weight, conv_bias, None, seq_idx, activation=activation)[0], *shape)
     gate = z.unflatten(-1, (heads, head_dim)) if norm_weight is None else None
     steps = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_min": dt_min, "dt_max": dt_max}
-    y, final = parts.scan(x, dt, A, B, C, D, gate, dt_bias, None, seq_idx, None, **steps)
+    y, final, *kept = parts.scan(x, dt, A, B, C, D, gate, dt_bias, None, seq_idx, None, **steps)
     if norm_weight is None:
-        return y.flatten(2), final, absent(projected)
+        return y.flatten(2), final, absent(projected), *kept
     norm = {"eps": eps, "group_size": group_size, "norm_before_gate": norm_before_gate}
-    return parts.norm(y.flatten(2), z, norm_weight, **norm), final, y
+    return parts.norm(y.flatten(2), z, norm_weight, **norm), final, y, *kept
 
 
 def mamba_mixer_backward(
@@ -93,6 +95,7 @@ def mamba_mixer_backward(
     dt_bias: Tensor | None, norm_weight: Tensor | None, seq_idx: Tensor | None = None,
     *, heads: int, head_dim: int, groups: int, d_state: int, activation: str, chunk_size: int, dt_softplus: bool,
     dt_min: float, dt_max: float, eps: float, group_size: int, norm_before_gate: bool, parts: Parts = REFERENCE,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients (dprojected, dconv_weight, dconv_bias, dA, dD, ddt_bias, dnorm_weight); empty for what was None."""
     shape = (heads, head_dim, groups, d_state)
@@ -111,8 +114,9 @@ def mamba_mixer_backward(
             dz.copy_(made)
     dy = None if dy is None else dy.unflatten(-1, (heads, head_dim))
     steps = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_min": dt_min, "dt_max": dt_max}
+    found = {"starts": starts} if parts.keeps else {}
     dx, dstep, dA, dB, dC, dD, dgate, dbias, _ = parts.scan_backward(
-        dy, dfinal_state, x, dt, A, B, C, D, gate, dt_bias, None, seq_idx, None, **steps
+        dy, dfinal_state, x, dt, A, B, C, D, gate, dt_bias, None, seq_idx, None, **steps, **found
     )
     if norm_weight is None:
         dz.copy_(dgate.flatten(2))

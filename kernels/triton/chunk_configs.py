@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+GLUON_VERSIONS = ("3.6", "3.7")
 LARGEST = 256  # of head_dim and of d_state
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -86,10 +88,13 @@ class HopperBackward:
         pieces: programs of a walk; one a processor.
         segments: runs of the sequence that are worked on one after the other; 0: as few as ``workspace``, and what is
             free where dx comes later, allow.
-        workspace: bytes for a segment of the walk back; 0: 9/32 of x's, or all that is wanted, if that is little.
+        workspace: bytes for a segment of the walk back; 0: 9/32 of x's, or all that is wanted, if that is little; a
+            sixteenth of x's for the last segment where ``atomic``, as nothing else needs it then.
         every: chunks between two states that are kept to tell what flows across chunks; a power of two.
         state_parts: programs that share a piece in the pass that finds the states before the pieces.
         together: heads whose pairs of tokens one program sums, at most.
+        atomic: dB and half of dC are summed over pairs of heads by adding to memory, in no fixed order: two runs may
+            differ in the last bits of dB and dC. Where torch.use_deterministic_algorithms is on they never are.
     """
 
     pieces: int = 132
@@ -104,6 +109,7 @@ class HopperBackward:
     state_parts: int = 1
     state_stages: int = 3
     state_registers: int = 216
+    atomic: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,29 @@ class Device:
             return H200  # the interpreter and the ahead-of-time compiler
         p = torch.cuda.get_device_properties(device)
         return Device((p.major, p.minor), p.multi_processor_count, p.L2_cache_size)
+
+
+def gluon_works() -> bool:
+    """Gluon is experimental: only versions of Triton that our kernels were compiled with count."""
+    import triton
+
+    return triton.__version__.rpartition(".")[0] in GLUON_VERSIONS
+
+
+def starts_shape(device: torch.device, dtype: torch.dtype, tokens: Any, P: int, N: int) -> tuple[Any, ...]:
+    """[rows, 2, 64, N] of the states before its pieces that the forward keeps for the backward, in fp32.
+
+    No rows where no kernel has such pieces. Of few tokens (all rows of a batch) there are two, which nobody reads: so
+    symbolic tokens need no guard, neither against no element nor between short and long.
+    """
+    fits = dtype in (torch.bfloat16, torch.float16) and P % 64 == 0 and N in (64, 128)
+    if not (fits and device.type == "cuda" and torch.cuda.is_available()):
+        return 0, 2, 64, N
+    on = Device.of(device)
+    if on.capability != (9, 0) or not gluon_works():
+        return 0, 2, 64, N
+    long = torch.sym_min(1, tokens // (64 * on.processors))
+    return torch.sym_max(2, on.processors * long), 2, 64, N
 
 
 H200 = Device((9, 0), 132, 50 << 20)

@@ -17,9 +17,8 @@ from torch import Tensor
 from latentscan.kernels.reference.ssm_common import check_limits, heads_of
 from latentscan.kernels.triton.chunk_common import Sizes, Steps, launch, pad, precision, prepare, rows_of, wide
 from latentscan.kernels.triton.chunk_common import sequence_starts as starts_of
-from latentscan.kernels.triton.chunk_configs import Device, Forward, forward_config, refusal
+from latentscan.kernels.triton.chunk_configs import Device, Forward, forward_config, gluon_works, refusal
 from latentscan.kernels.triton.chunk_scan import _on as on_device
-from latentscan.kernels.triton.chunk_scan import gluon_works
 from latentscan.kernels.triton.chunk_scan_forward import carry_kernel, states_kernel
 
 _CHUNKS = 16  # a program of entry_kernel

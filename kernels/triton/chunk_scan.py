@@ -1,15 +1,16 @@
 """The Mamba-2 chunk scan (SSD) on CUDA devices. Same signatures as :mod:`latentscan.kernels.reference.ssm`.
 
 Tensors are bf16, fp16 or fp32 with any strides; P and N from 1 to 256; sums, states and decays are fp32. Results do not
-depend on ``chunk_size``: the tiles are chosen from shape and device. Every run gives the same bits.
+depend on ``chunk_size``: tiles are chosen from shape and device. Every run gives the same bits, but for dB and dC on
+Hopper, whose sums over heads have no fixed order unless ``torch.use_deterministic_algorithms(True)`` asks for one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from latentscan.kernels.reference.ssm_common import absent, check_limits, heads_of
@@ -24,12 +25,12 @@ from latentscan.kernels.triton.chunk_configs import (
     HopperBackward,
     backward_config,
     forward_config,
+    gluon_works,
     hopper_config,
     refusal,
+    starts_shape,
 )
 from latentscan.kernels.triton.chunk_tuning import parse_table
-
-GLUON_VERSIONS = ("3.6", "3.7")
 
 
 def _checked(
@@ -69,14 +70,15 @@ def chunk_scan(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
-    config: Forward | Hopper | None = None, tiles: str = "",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    config: Forward | Hopper | None = None, tiles: str = "", keep_starts: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """y like x and the fp32 final state [b, H, P, N]; see :func:`latentscan.kernels.reference.ssm.chunk_scan`.
 
     Args:
         config: tile sizes; by default those of :mod:`latentscan.kernels.triton.chunk_configs`.
         tiles: the text of a :class:`latentscan.kernels.triton.chunk_tuning.Table`, read where ``config`` is None; what
             it does not know, or what these tensors cannot take, is left to the shipped choice.
+        keep_starts: return as a third what saves the backward a pass, for its ``starts``; of ``starts_shape``.
 
     Raises:
         ValueError: limits, chunk size, groups, packing, dtype or sizes do not fit, with the values.
@@ -84,15 +86,23 @@ def chunk_scan(
     x, steps, B, C, D, z = _checked(
         x, dt, A, B, C, D, z, dt_bias, seq_idx, cu_seqlens, chunk_size, dt_softplus, dt_min, dt_max
     )
+    if keep_starts and config is not None:
+        raise ValueError("keep_starts is for the shipped choice or tiles, which the backward knows; config was given")
     with _on(x):
         config = config or _told(tiles, x, B, C, D, z) or choose_forward(x, B, C, D, z)
+        starts = None
+        if keep_starts:
+            shape = starts_shape(x.device, x.dtype, x.shape[0] * x.shape[1], x.shape[3], B.shape[3])
+            starts = torch.empty(shape, device=x.device, dtype=torch.float32)
         if isinstance(config, Forward):
-            return plain_forward.forward(x, steps, B, C, D, z, init_state, config)
+            y, state = plain_forward.forward(x, steps, B, C, D, z, init_state, config)
+            return (y, state) if starts is None else (y, state, starts)
         from latentscan.kernels.triton import chunk_scan_gluon
 
         if reason := chunk_scan_gluon.refusal(x, B, C, D, z):
             raise ValueError(reason)
-        return chunk_scan_gluon.forward(x, steps, B, C, D, z, init_state, config)
+        y, state = chunk_scan_gluon.forward(x, steps, B, C, D, z, init_state, config, keep=starts)
+        return (y, state) if starts is None else (y, state, starts)
 
 
 def chunk_scan_backward(
@@ -101,9 +111,12 @@ def chunk_scan_backward(
     D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
     init_state: Tensor | None = None, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
     *, chunk_size: int, dt_softplus: bool = False, dt_min: float = 0.0, dt_max: float = float("inf"),
-    config: Backward | HopperBackward | None = None, tiles: str = "",
+    config: Backward | HopperBackward | None = None, tiles: str = "", starts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of :func:`chunk_scan`; see :func:`latentscan.kernels.reference.ssm.chunk_scan_backward`.
+
+    Args:
+        starts: what the forward of the same inputs and ``tiles`` returned for ``keep_starts``.
 
     Returns:
         (dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinit_state), each in the shape and dtype of its input; an empty
@@ -123,7 +136,12 @@ def chunk_scan_backward(
 
             if reason := gluon_backward.refusal(dy, x, B, C, D, z):
                 raise ValueError(reason)
-            grads = gluon_backward.backward(dy, dfinal_state, x, steps, B, C, D, z, init_state, config)
+            if torch.are_deterministic_algorithms_enabled():
+                config = replace(config, atomic=False)
+            if starts is not None:
+                told = _told(tiles, x, B, C, D, z) or choose_forward(x, B, C, D, z)
+                starts = starts if isinstance(told, Hopper) and told.pieces == config.pieces else None
+            grads = gluon_backward.backward(dy, dfinal_state, x, steps, B, C, D, z, init_state, config, starts)
     return tuple(absent(x) if grad is None else grad for grad in grads)
 
 
@@ -161,11 +179,6 @@ def _told_back(
     from latentscan.kernels.triton import chunk_scan_backward_gluon
 
     return config if gluon_works() and chunk_scan_backward_gluon.refusal(dy, x, B, C, D, z) is None else None
-
-
-def gluon_works() -> bool:
-    """Gluon is experimental: only versions of Triton that our kernels were compiled with count."""
-    return triton.__version__.rpartition(".")[0] in GLUON_VERSIONS
 
 
 def choose_backward(

@@ -1,4 +1,4 @@
-"""The chunk scan, backward, for Hopper in Gluon; deterministic, as the portable form.
+"""The chunk scan, backward, for Hopper in Gluon; with ``atomic=False`` deterministic, as the portable form.
 
     scores           C·Bᵀ of every chunk, once per group                                     (chunk_scan_forward)
     pairs, join      what pairs of tokens in a chunk are for dB, dC, ddt and dD              (chunk_scan_backward_pairs)
@@ -17,6 +17,9 @@ then, for each segment of the sequence from the last to the first, so that memor
 
 Of the states nothing is kept but every fourth, which `pulls` multiplies with its adjoint; between two of these the flow
 is counted on by what joins and leaves it. With z, y is computed again first.
+
+Unless a fixed order is wanted, dB and half of dC are added to fp32 sums in memory, which takes no slab; so a segment is
+longer. Where the forward kept the states before its pieces, the first ends and carry are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +29,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -40,147 +42,14 @@ from latentscan.kernels.triton.chunk_common import (
     launch,
     precision,
     prepare,
-    time_step,
 )
 from latentscan.kernels.triton.chunk_configs import Hopper, HopperBackward
 from latentscan.kernels.triton.chunk_scan_backward_pairs import join_kernel, pairs_kernel
+from latentscan.kernels.triton.chunk_scan_backward_sums import counts_kernel, flows_kernel, gate_kernel, slabs_kernel
 from latentscan.kernels.triton.chunk_scan_forward import segment_scores
 from latentscan.kernels.triton.chunk_scan_gluon import CHUNK, WIDTH, carry_pieces_kernel, copyable, descriptor
 
 LITTLE = 160 << 20  # bytes
-
-
-@triton.jit
-def slabs_kernel(slab, out, L, batch, first_token, tokens, GN, PARTS, BLOCK: tl.constexpr):
-    """out [b, L, G N] of a segment: slab [PARTS, b, tokens, G N], summed, is added."""
-    pid = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(tokens * GN, BLOCK)
-    i, b = pid % blocks, pid // blocks
-    o = i * BLOCK + tl.arange(0, BLOCK)
-    mask = (o < tokens * GN) & (o < (pid * 0 + L - first_token) * GN)
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.range(0, PARTS, num_stages=4):
-        total += tl.load(slab + (part * batch + b) * tokens * GN + o, mask=mask, other=0.0).to(tl.float32)
-    to = (b * L + first_token) * GN + o
-    total += tl.load(out + to, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + to, total.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def counts_kernel(
-    vec, seen, pulled, counted, H, NC, first, SC,
-    Q: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """How what flows across chunks changes from the start of a window of R chunks to within each of its chunks.
-
-    counted [b, H, NC]: what leaves the flow (seen) is taken away, what joins it (pulled) added. The rounding errors of
-    that are a random walk, whose end is known too: at r chunks of R, r/R of the way back to it is taken (flows_kernel
-    adds the two ends).
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    windows = tl.cdiv(SC, R)
-    i, rest = pid % windows, pid // windows
-    h, b = rest % H, rest // H
-    w = first // R + i
-    q = tl.arange(0, Q)
-    r = tl.arange(0, R)
-    c = i * R + r
-    token = c[:, None] * Q + q[None, :]
-    inside = (c < SC)[:, None] & (q < Q)[None, :]
-    v = vec + ((b * (H // SPLIT) + h // SPLIT) * NC + first + c[:, None]) * (2 * Q) + Q + q[None, :]
-    gone = tl.sum(tl.load(seen + ((b * H + h) * NC + first) * Q + token, mask=inside, other=0.0), 1)
-    step = tl.load(v, mask=inside, other=0.0)
-    joined = tl.sum(tl.load(pulled + (b * H + h) * SC * Q + token, mask=inside, other=0.0) * step, 1)
-    ahead = tl.cumsum(joined - gone, axis=0) - joined
-    part = (r + 0.5) / tl.minimum(R, NC - w * R)
-    tl.store(counted + (b * H + h) * NC + first + c, ahead - part * tl.sum(joined - gone), mask=c < SC)
-
-
-@triton.jit
-def flows_kernel(
-    dt, A, bias, starts, vec, flow, joined, seen, pulled, known, counted, ddt, dA, dbias,
-    L, H, NC, first, SC, W, dt_min, dt_max, s_b, s_l, s_h,
-    Q: tl.constexpr, P: tl.constexpr, BH: tl.constexpr, SPLIT: tl.constexpr, R: tl.constexpr, NOISE: tl.constexpr,
-    SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """ddt [b, L, H]; dA, dbias fp32 [b, NC, H]: the sums over a chunk.
-
-    A flow below its own rounding error counts for less (it is at most the chunk's decay).
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(H, BH)
-    block, rest = pid % blocks, pid // blocks
-    k, b = rest % SC, rest // SC
-    c = first + k
-    q = tl.arange(0, Q)
-    p = tl.arange(0, P)
-    token = c * Q + q
-    h = block * BH + tl.arange(0, BH)
-    heads = h < H
-    mask = (token < L)[:, None] & heads[None, :]
-    at = b * s_b + token[:, None] * s_l + h[None, :] * s_h
-    raw, free, step = time_step(dt, bias, at, h, mask, heads, dt_min, dt_max, SOFTPLUS, HAS_BIAS)
-    ahead = tl.zeros([BH, Q], tl.float32)
-    direct = tl.zeros([BH, Q], tl.float32)
-    before = tl.zeros([BH, Q], tl.float32)  # `pulled` of the token before: sums without a difference
-    through = tl.zeros([BH], tl.float32)
-    for i in tl.static_range(SPLIT):
-        hs = b * H * SPLIT + h * SPLIT + i
-        f = hs[:, None] * (SC * Q) + (k * Q + q)[None, :]
-        whole = hs[:, None] * (NC * Q) + (c * Q + q)[None, :]
-        ahead += tl.load(flow + whole, mask=heads[:, None], other=0.0)
-        ahead += tl.load(seen + whole, mask=heads[:, None], other=0.0)
-        direct += tl.load(joined + whole, mask=heads[:, None], other=0.0)
-        direct += tl.load(pulled + f, mask=heads[:, None], other=0.0)
-        before += tl.load(pulled + f - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
-        w = c // R
-        part = (c % R + 0.5) / tl.minimum(R, NC - w * R)
-        ends = known + (hs * (W + 1) + w)[:, None] * P + p[None, :]
-        through += tl.sum(tl.load(ends, mask=heads[:, None], other=0.0), 1) * (1.0 - part)
-        through += tl.sum(tl.load(ends + P, mask=heads[:, None], other=0.0), 1) * part
-        through += tl.load(counted + hs * NC + c, mask=heads, other=0.0)
-    # That flow is of the size of the chunk's decay, its rounding error of the states': it counts by its share in both.
-    end = tl.load(vec + ((b * H + h) * NC + c) * (2 * Q) + Q - 1, mask=heads, other=0.0)
-    size = tl.exp2(2.0 * end)
-    through *= size / (size + NOISE)
-    v = vec + ((b * H + h)[:, None] * NC + c) * (2 * Q) + Q + q[None, :]
-    before *= tl.load(v - 1, mask=heads[:, None] & (q > 0)[None, :], other=0.0)
-    # A token's term is in every decay from a token before it to this one or a later one.
-    term = tl.cumsum(tl.trans(ahead), axis=0, reverse=True) + tl.cumsum(tl.trans(before), axis=0)
-    term += through[None, :]
-    if PACKED:
-        starting = tl.load(starts + b * L + token, mask=token < L, other=0)
-        term = tl.where((starting != 0)[:, None], 0.0, term)
-    rate = tl.load(A + h, mask=heads, other=0.0).to(tl.float32)
-    grad = term * rate[None, :] + tl.trans(direct)
-    grad = tl.where(mask & (free >= dt_min) & (free <= dt_max), grad, 0.0)
-    if SOFTPLUS:
-        grad = tl.where(raw > 20.0, grad, grad * tl.sigmoid(raw))
-    tl.store(ddt + ((b * L + token) * H)[:, None] + h[None, :], grad.to(ddt.dtype.element_ty), mask=mask)
-    to = (b * NC + c) * H + h
-    tl.store(dA + to, tl.sum(tl.where(mask, term * step, 0.0), 0), mask=heads & (c * Q < L))
-    tl.store(dbias + to, tl.sum(grad, 0), mask=heads & (c * Q < L))
-
-
-@triton.jit
-def gate_kernel(
-    dy, z, y, inner, dz, L, H, P, dy_sb, dy_sl, dy_sh, z_sb, z_sl, z_sh, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """inner [b, L, H, P]: dy silu(z), the gradient before the gate; dz: dy y silu'(z)."""
-    pid = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(H * P, BLOCK)
-    i, row = pid % blocks, pid // blocks
-    t, b = row % L, row // L
-    o = i * BLOCK + tl.arange(0, BLOCK)
-    mask = o < H * P
-    h, p = o // P, o % P
-    g = tl.load(dy + b * dy_sb + t * dy_sl + h * dy_sh + p, mask=mask, other=0.0).to(tl.float32)
-    zt = tl.load(z + b * z_sb + t * z_sl + h * z_sh + p, mask=mask, other=0.0).to(tl.float32)
-    out = tl.load(y + row * H * P + o, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.sigmoid(zt)
-    tl.store(inner + row * H * P + o, (g * zt * gate).to(inner.dtype.element_ty), mask=mask)
-    slope = gate * (1.0 + zt * (1.0 - gate))
-    tl.store(dz + row * H * P + o, (g * out * slope).to(dz.dtype.element_ty), mask=mask)
 
 
 def refusal(dy: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> str | None:
@@ -228,16 +97,41 @@ def segments_back(NC: int, most: int, kept: float | None, slab: float, every: in
     return spans
 
 
+class Room:
+    """Memory for what is gone before a tensor is written, in that tensor while there is room."""
+
+    def __init__(self, free: Tensor | None, device: torch.device) -> None:
+        self.free, self.device = free, device
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.free is not None:
+            words = math.prod(shape) * dtype.itemsize // self.free.element_size()
+            if words <= self.free.numel():
+                found, self.free = self.free[:words].view(dtype).view(shape), self.free[words:]
+                return found
+        return torch.empty(shape, device=self.device, dtype=dtype)
+
+
 def backward(
     dy: Tensor, dfinal: Tensor | None, x: Tensor, steps: Steps, B: Tensor, C: Tensor, D: Tensor | None,
-    z: Tensor | None, init_state: Tensor | None, k: HopperBackward,
+    z: Tensor | None, init_state: Tensor | None, k: HopperBackward, starts: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinit_state) of inputs that :func:`refusal` accepts."""
+    """(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinit_state) of inputs that :func:`refusal` accepts.
+
+    Args:
+        starts: the states before the pieces, of a forward with the same ``pieces``; used where the walk forward is
+            in one segment.
+    """
     s = Sizes.of(x, B, CHUNK)
     device, f32 = x.device, torch.float32
     dz = None
     if z is not None:
-        y, _ = chunk_scan_gluon.forward(x, steps, B, C, D, None, init_state, Hopper(pieces=k.pieces))
+        if starts is None:  # found here for both
+            starts = torch.empty(k.pieces, 2, WIDTH, s.N, device=device, dtype=f32)
+            told = {"keep": starts}
+        else:
+            told = {"starts": starts}
+        y, _ = chunk_scan_gluon.forward(x, steps, B, C, D, None, init_state, Hopper(pieces=k.pieces), **told)
         inner, dz = torch.empty_like(y), torch.empty(z.shape, device=device, dtype=z.dtype)
         launch(
             gate_kernel, s.b * s.L * triton.cdiv(s.H * s.P, 1024), dy, z, y, inner, dz, s.L, s.H, s.P,
@@ -256,9 +150,12 @@ def backward(
     def empty(*shape: int, dtype: torch.dtype = f32) -> Tensor:
         return torch.empty(*shape, device=device, dtype=dtype)
 
+    def empty_like(t: Tensor) -> Tensor:
+        return torch.empty(t.shape, device=device, dtype=t.dtype)
+
     xw, dyw = (t.view(s.b, s.L, heads, WIDTH) if split > 1 else t for t in (x, dy))
     cut: dict[str, Any] = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
-    common = {**cut, "ST": k.stages, "RC": k.registers, "RP": 24, "R": k.every, "num_warps": 4}
+    common = {**cut, "ST": k.stages, "RC": k.registers, "RP": 24, "R": k.every, "ADD": k.atomic, "num_warps": 4}
     tiles = tuple(descriptor(t, CHUNK, width) for t, width in ((xw, WIDTH), (dyw, WIDTH), (B, s.N), (C, s.N)))
 
     lines = TensorDescriptor(
@@ -286,68 +183,78 @@ def backward(
         )  # fmt: skip
         return found
 
-    def slab_of(SC: int, place: Tensor | None = None) -> Tensor:
-        shape = UG * s.b, SC * CHUNK, s.G, s.N
-        if place is None or place.numel() < math.prod(shape):
-            return empty(*shape, dtype=x.dtype)
-        return place[: math.prod(shape)].view(shape)
+    def slab_of(SC: int) -> tuple[int, ...]:
+        return UG * s.b, SC * CHUNK, s.G, s.N
 
-    def sum_slab(slab: Tensor, out: Tensor, first: int, SC: int) -> None:
+    def sum_slab(slab: Tensor, parts: int, base: Tensor, out: Tensor, first: int, SC: int) -> None:
         launch(
-            slabs_kernel, s.b * triton.cdiv(SC * CHUNK * s.G * s.N, 1024), slab, out, s.L, s.b, first * CHUNK,
-            SC * CHUNK, s.G * s.N, UG, BLOCK=1024, num_warps=4,
+            slabs_kernel, s.b * triton.cdiv(SC * CHUNK * s.G * s.N, 1024), slab, base, out, s.L, base.shape[1], s.b,
+            first, SC * CHUNK, s.G * s.N, parts, BLOCK=1024, Q=CHUNK, ODD=k.atomic, num_warps=4,
         )  # fmt: skip
+
+    size = x.element_size()
+    slab_chunk, dx_chunk = units * CHUNK * s.N, s.b * heads * CHUNK * WIDTH  # elements
+    kept_chunk = s.b * heads * WIDTH * s.N // k.every
+    if k.atomic:
+        slab_chunk, cost = 0, kept_chunk * size
+        workspace = k.workspace or max(LITTLE // 8, x.numel() * size // 16)
+    else:
+        cost = (slab_chunk + kept_chunk) * size + 4 * s.b * heads * CHUNK
+        workspace = k.workspace or (LITTLE if NC * cost <= LITTLE else x.numel() * size * 9 // 32)
+    most = workspace // cost
+    # The states that are kept lie where dx comes later, half as dense or less: a segment of dx is written when all that
+    # lay there has been read. The first segment's are moved away in time. What they leave free is lent to the slabs.
+    shared = s.b == 1 and (k.segments > 1 or (k.segments == 0 and most < NC)) and 2 * kept_chunk <= dx_chunk
+    if k.atomic and not shared:
+        most = NC
+    kept = W * s.b, heads * WIDTH, 1, s.N
+    dx = torch.empty(x.shape, device=device, dtype=x.dtype) if shared else None
+    room = Room(None if dx is None else dx.view(-1), device)
+    hs = room.take(kept, x.dtype)
 
     # Pairs of tokens in a chunk.
     parts = triton.cdiv(share, k.together)
     flow, joined, products, seen = (empty(s.b, heads, NC * CHUNK) for _ in range(4))
     scores = segment_scores(B, C, s, x.dtype, chunks=NC)
     turned = empty(s.b, s.G * NC * CHUNK, 1, CHUNK, dtype=x.dtype)
-    dB, dC = (torch.empty(t.shape, device=device, dtype=t.dtype) for t in (B, C))
-    weights = empty(2 * parts, s.b, s.G, NC, CHUNK, CHUNK)
+
+    summed = (s.b, NC * CHUNK, s.G, s.N), f32
+    sum_C, sum_B = (room.take(*summed), empty(*summed[0])) if k.atomic else (empty_like(C), empty_like(B))
+    weights = Room(room.free, device).take((2 * parts, s.b, s.G, NC, CHUNK, CHUNK), f32)
     launch(
         pairs_kernel, s.b * NC * s.G * parts, *tiles[:2], lines, scores, flow, joined, products, weights, s.L, heads,
         s.G, NC, share, parts, s.b, Q=CHUNK, P=WIDTH, ST=k.pair_stages, RC=k.pair_registers, RP=24, SPLIT=split,
         num_warps=4,
     )  # fmt: skip
     launch(
-        join_kernel, s.b * NC * s.G, B, C, scores, weights, turned, dB, dC, s.L, s.G, NC, 2 * parts, s.b,
-        *B.stride()[:3], *C.stride()[:3], Q=CHUNK, N=s.N, PREC=precision(x.dtype), num_warps=4,
+        join_kernel, s.b * NC * s.G, B, C, scores, weights, turned, sum_B, sum_C, s.L, sum_B.shape[1], s.G, NC,
+        2 * parts, s.b, *B.stride()[:3], *C.stride()[:3], Q=CHUNK, N=s.N, PREC=precision(x.dtype), num_warps=4,
     )  # fmt: skip
     dD = products.view(s.b, s.H, split, NC * CHUNK).sum((0, 2, 3))
     del scores, weights, products
 
-    slab_chunk, dx_chunk = units * CHUNK * s.N, s.b * heads * CHUNK * WIDTH  # elements
-    kept_chunk = s.b * heads * WIDTH * s.N // k.every
-    size = x.element_size()
-    cost = (slab_chunk + kept_chunk) * size + 4 * s.b * heads * CHUNK
-    workspace = k.workspace or (LITTLE if NC * cost <= LITTLE else x.numel() * size * 9 // 32)
-    most = workspace // cost
-    # The states that are kept lie where dx comes later, half as dense or less: a segment of dx is written when all that
-    # lay there has been read. The first segment's are moved away in time. What they leave free is lent to the slabs.
-    shared = s.b == 1 and (k.segments > 1 or (k.segments == 0 and most < NC)) and 2 * kept_chunk <= dx_chunk
-    kept = W * s.b, heads * WIDTH, 1, s.N
-    dx = torch.empty(x.shape, device=device, dtype=x.dtype) if shared else None
-    whole = None if dx is None else dx.view(-1)
-    hs = whole[: math.prod(kept)].view(kept) if whole is not None else empty(*kept, dtype=x.dtype)
-    free = None if whole is None else whole[math.prod(kept) :]
-
     # The walk forward; its slab may be as large as dx where dx is not there yet.
-    at_once = NC if free is None else max(most, free.numel() // slab_chunk)
+    at_once = NC if room.free is None or k.atomic else max(most, room.free.numel() // slab_chunk)
     forth = segment_chunks(NC, at_once, k.segments, k.every)
+    dC = empty_like(C) if k.atomic else sum_C
     state, following = empty(s.b, heads, WIDTH, s.N), empty(s.b, heads, WIDTH, s.N)
     state.zero_() if init_state is None else state.copy_(init_state.reshape(state.shape))
     for first in range(0, NC, forth):
         here = min(forth, NC - first)
-        found = piece_starts(xw, B, state, first, here, False)
-        slab = slab_of(here, free)
+        pieces = sizes(first, here)[7]
+        if starts is None or here < NC or starts.shape[0] < pieces:
+            found = piece_starts(xw, B, state, first, here, False)
+        else:
+            found = starts
+        slab = Room(room.free, device).take(slab_of(here // 2 if k.atomic else here), x.dtype)
         launch(
-            walks.reads_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N),
+            walks.reads_kernel, pieces, *tiles, descriptor(slab, CHUNK, s.N), descriptor(sum_C, CHUNK, s.N),
             descriptor(hs, WIDTH, s.N), lines, found, state, following, seen, *sizes(first, here), s.b, **common,
         )  # fmt: skip
-        sum_slab(slab, dC, first, here)
+        sum_slab(slab, UG, sum_C, dC, first, here)
         del slab, found
         state, following = following, state
+    del sum_C, starts
 
     # The walk back, in segments.
     if dx is None:
@@ -355,6 +262,7 @@ def backward(
     dxw = dx.view(s.b, s.L, heads, WIDTH) if split > 1 else dx
     ddt = torch.empty(steps.dt.shape, device=device, dtype=steps.dt.dtype)
     sums = empty(2, s.b * NC, s.H)
+    dB = empty_like(B) if k.atomic else sum_B
     known, counted = empty(s.b, heads, W + 1, WIDTH), empty(s.b, heads, NC)
     adjoint, following = following, state
     adjoint.zero_() if dfinal is None else adjoint.copy_(dfinal.reshape(adjoint.shape))
@@ -366,18 +274,18 @@ def backward(
         spans = segments_back(NC, most, kept_chunk / dx_chunk if shared else None, slab_chunk / dx_chunk, k.every)
     for first, here in spans:
         windows = triton.cdiv(first + here, k.every)
-        free = None if whole is None else whole[windows * k.every * kept_chunk : first * dx_chunk]
+        lent = dx.view(-1)[windows * k.every * kept_chunk : first * dx_chunk] if shared else None
         if shared and first == 0:
             hs = hs[:windows].clone()
         found = piece_starts(dyw, C, adjoint, first, here, True)
-        slab = slab_of(here, free)
+        slab = sum_B if k.atomic else Room(lent, device).take(slab_of(here), x.dtype)
         pulled = empty(s.b, heads, here * CHUNK)
         launch(
-            walks.pulls_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N), hs,
+            walks.pulls_kernel, sizes(first, here)[7], *tiles, descriptor(slab, CHUNK, s.N), descriptor(hs, WIDTH, s.N),
             descriptor(dxw, CHUNK, WIDTH), lines, descriptor(turned, CHUNK, CHUNK), found, adjoint, following,
             x if D is None else D, pulled, known, *sizes(first, here), s.b, W, **common, HAS_D=D is not None,
         )  # fmt: skip
-        sum_slab(slab, dB, first, here)
+        sum_slab(slab, 0 if k.atomic else UG, sum_B, dB, first, here)
         launch(
             counts_kernel, s.b * heads * triton.cdiv(here, k.every), vec, seen, pulled, counted, heads, NC, first, here,
             Q=CHUNK, SPLIT=split, R=k.every, num_warps=1,

@@ -139,10 +139,10 @@ def pairs_kernel(
 
 @triton.jit
 def join_kernel(
-    B, C, scores, weights, turned, dB, dC, L, G, NC, parts, batch, B_sb, B_sl, B_sg, C_sb, C_sl, C_sg,
+    B, C, scores, weights, turned, dB, dC, L, rows, G, NC, parts, batch, B_sb, B_sl, B_sg, C_sb, C_sl, C_sg,
     Q: tl.constexpr, N: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dB, dC [b, L, G, N], of the pairs alone. turned [b, G, NC, Q, Q]: B Cᵀ, 0 below the diagonal."""
+    """dB, dC [b, rows, G, N], of the pairs alone. turned [b, G, NC, Q, Q]: B Cᵀ, 0 below the diagonal."""
     pid = tl.program_id(0).to(tl.int64)
     g, rest = pid % G, pid // G
     c, b = rest % NC, rest // NC
@@ -155,8 +155,8 @@ def join_kernel(
     weight = tl.zeros([Q, Q], tl.float32)
     for part in range(parts):
         weight += tl.load(weights + part * batch * G * NC * (Q * Q) + at)
-    weight = tl.where(q[:, None] <= q[None, :], weight, 0.0).to(dB.dtype.element_ty)  # [source, reader]
-    to = ((b * L + token) * G + g)[:, None] * N + n[None, :]
+    weight = tl.where(q[:, None] <= q[None, :], weight, 0.0).to(B.dtype.element_ty)  # [source, reader]
+    to = ((b * rows + token) * G + g)[:, None] * N + n[None, :]
     Bt = tl.load(B + b * B_sb + token[:, None] * B_sl + g * B_sg + n[None, :], mask=there, other=0.0)
     tl.store(dC + to, tl.dot(tl.trans(weight), Bt, input_precision=PREC).to(dC.dtype.element_ty), mask=there)
     Ct = tl.load(C + b * C_sb + token[:, None] * C_sl + g * C_sg + n[None, :], mask=there, other=0.0)

@@ -8,14 +8,18 @@ B and C between their two heads. See :mod:`latentscan.kernels.triton.chunk_scan_
     pulls     from the last chunk to the first, with the adjoint g: dx; dB of two heads, and how each token is read,
               of what comes after its chunk; the flow h g where h was kept
 
-The two heads' dB or dC are summed on the chip: one warpgroup gives its own, the other adds and writes. What pairs of
-tokens in a chunk need is in :mod:`latentscan.kernels.triton.chunk_scan_backward_pairs`, but for dx.
+The two heads' dB or dC are summed on the chip: one warpgroup gives its own, the other adds and writes: to a slab of the
+pair's own, which one pass sums, or, ADD, by the copy engine to what is there. A processor adds 13 bytes a nanosecond in
+that way, whatever the others do; a round of `reads` is shorter than its tile takes, so it adds every other chunk. What
+pairs of tokens in a chunk need is in :mod:`latentscan.kernels.triton.chunk_scan_backward_pairs`, but for dx.
 """
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -182,30 +186,49 @@ def walk_producer(
             b, g, h0 = unit_of(u, G, UG, share)
 
 
+@builtin
+def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """As ``tma.async_copy_shared_to_global``, but what is there is added to."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
 @gluon.jit
-def add_and_write(
-    w: gl.constexpr, n, acc, sE, ready, spare, slab, row, column, layout: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """The sum of both warpgroups' ``acc``: the first gives in 16 bits, the second adds its own and writes."""
-    buffer = sE.index(n & 1)
-    if w == 0:
-        mbarrier.wait(spare.index(n & 1), ((n >> 1) & 1) ^ 1)
-        buffer.store(acc.to(dtype))
-        barrier()
-        mbarrier.arrive(ready.index(n & 1), count=1)
+def give(n, acc, sE, ready, spare):
+    """The first warpgroup's part of a sum of two, to a buffer of two; of fp32 there is one."""
+    count: gl.constexpr = sE.shape[0]
+    mbarrier.wait(spare.index(n % count), ((n // count) & 1) ^ 1)
+    sE.index(n % count).store(acc.to(sE.dtype))
+    barrier()
+    mbarrier.arrive(ready.index(n % count), count=1)
+
+
+@gluon.jit
+def take(n, acc, sE, ready, layout: gl.constexpr):
+    """(the sum of both warpgroups' parts, the buffer that the other's came in)."""
+    count: gl.constexpr = sE.shape[0]
+    buffer = sE.index(n % count)
+    mbarrier.wait(ready.index(n % count), (n // count) & 1)
+    return acc + buffer.load(layout).to(gl.float32), buffer
+
+
+@gluon.jit
+def write(total, buffer, to, row, column, ADD: gl.constexpr):
+    """To a tensor of the buffer's dtype; ADD: to what is there."""
+    buffer.store(total.to(buffer.dtype))
+    fence_async_shared()
+    if ADD:
+        async_add_shared_to_global(to, [row, column], buffer)
     else:
-        mbarrier.wait(ready.index(n & 1), (n >> 1) & 1)
-        total = acc + buffer.load(layout).to(gl.float32)
-        buffer.store(total.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(slab, [row, column], buffer)
+        tma.async_copy_shared_to_global(to, [row, column], buffer)
 
 
 @gluon.jit
 def reads_consumer(
-    w: gl.constexpr, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin,
+    w: gl.constexpr, slab, total, hs, sX, sD, sB, sC, sS, sE, sF, sV, full, empty, ready, spare, starts, begin,
     final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = sX.dtype
     mn: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -254,16 +277,38 @@ def reads_consumer(
             got = gl.sum(acc * sC.index(k).load(mn).to(gl.float32), 1) * into
             gl.store(seen + flow + c * Q + qi, got, mask=keep)
             acc = acc * (into * one)[:, None]
-            # The second warpgroup gives the last round's buffer back once it is written.
-            tma.store_wait(0)
+            if not ADD:
+                # The second warpgroup gives the last round's buffer back once it is written.
+                tma.store_wait(0)
             S = warpgroup_mma_wait(0, deps=[S])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
-            if w == 1:
-                if n > 0:
-                    mbarrier.arrive(spare.index((n - 1) & 1), count=1)
-            row = ((u % UG) * batch + b) * (SC * Q) + c * Q
-            add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
+            row = (u % UG) * batch + b
+            if ADD:
+                # Every other chunk is added to what is there, which takes longer than a round: nobody waits for it.
+                if w == 0:
+                    tma.store_wait(0)
+                    give(n, acc, sE, ready, spare)
+                else:
+                    acc, buffer = take(n, acc, sE, ready, mn)
+                    if n & 1:
+                        write(acc, buffer, slab, row * (SC // 2 * Q) + c // 2 * Q, g * N, False)
+                    else:
+                        tma.store_wait(0)
+                        barrier()
+                        mbarrier.arrive(spare.index(0), count=1)
+                        if n > 0:
+                            mbarrier.arrive(spare.index(1), count=1)
+                        write(acc, sF, total, b * (NC * Q) + (first + c) * Q, g * N, True)
+            else:
+                if w == 1:
+                    if n > 0:
+                        mbarrier.arrive(spare.index((n - 1) & 1), count=1)
+                if w == 0:
+                    give(n, acc, sE, ready, spare)
+                else:
+                    acc, buffer = take(n, acc, sE, ready, mn)
+                    write(acc, buffer, slab, row * (SC * Q) + c * Q, g * N, False)
             n += 1
         if valid & (ce == SC):
             gl.store(final + (b * H + h).to(gl.int64) * (P * N) + pn, S)
@@ -272,12 +317,13 @@ def reads_consumer(
 
 @gluon.jit
 def reads_kernel(
-    x, dy, B, C, slab, hs, vec, starts, begin, final, seen,
+    x, dy, B, C, slab, total, hs, vec, starts, begin, final, seen,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
-    SPLIT: gl.constexpr, R: gl.constexpr,
+    SPLIT: gl.constexpr, R: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """slab 16 bits [UG, b, SC Q, G, N]: dC of each unit. seen fp32 [b, H, NC Q]. hs [NC/R, b, H, P, N].
+    """dC: slab 16 bits [UG, b, SC Q, G, N] of each unit, or, ADD, [UG, b, SC Q / 2, G, N] of every other chunk from the
+    second on, and the others added to total fp32 [b, NC Q, G, N]. seen fp32 [b, H, NC Q]. hs [NC/R, b, H, P, N].
 
     Both of what came before the chunk only. seen: what each token reads, summed over channels, times dy. hs: the state
     before every R-th chunk. final fp32 [b, H, P, N]: the state after the segment.
@@ -291,6 +337,9 @@ def reads_kernel(
     sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
     sS = gl.allocate_shared_memory(x.dtype, [2, P, N], hs.layout)
     sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
+    sF = sE
+    if ADD:
+        sF = gl.allocate_shared_memory(gl.float32, [Q, N], total.layout)
     sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
@@ -305,8 +354,8 @@ def reads_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (reads_consumer, (0, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
-            (reads_consumer, (1, slab, hs, sX, sD, sB, sC, sS, sE, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R)),  # noqa: E501
+            (reads_consumer, (0, slab, total, hs, sX, sD, sB, sC, sS, sE, sF, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, ADD)),  # noqa: E501
+            (reads_consumer, (1, slab, total, hs, sX, sD, sB, sC, sS, sE, sF, sV, full, empty, ready, spare, starts, begin, final, seen, f0, f1, pid, first, NC, SC, G, UG, share, H, batch, Q, P, N, ST, SPLIT, R, ADD)),  # noqa: E501
             (walk_producer, (x, dy, B, C, vec, x, sX, sD, sB, sC, sV, sX, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, False)),  # noqa: E501
         ],
         [4, 1],
@@ -316,10 +365,10 @@ def reads_kernel(
 
 @gluon.jit
 def pulls_consumer(
-    w: gl.constexpr, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin,
+    w: gl.constexpr, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, moved, starts, begin,
     final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
-    HAS_D: gl.constexpr,
+    HAS_D: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = sX.dtype
     mm: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q, 16])
@@ -337,6 +386,7 @@ def pulls_consumer(
     sSw = sS.index(w)
     sYw = sY.index(w)
     n = 0
+    m = 0
     for u in range(f0 // SC, (f1 - 1) // SC + 1):
         b, g, h0 = unit_of(u, G, UG, share)
         h = min(h0 + w, H - 1)
@@ -368,6 +418,13 @@ def pulls_consumer(
             dyw = (sDk.permute((1, 0)).load(left).to(gl.float32) * into[None, :]).to(dtype)
             S = S * gl.exp2(sVk.slice(Q - 1, 1).load(gl.SliceLayout(1, mn)))[:, None]
             S = warpgroup_mma(dyw, sC.index(k), S, is_async=True)
+            if ADD:
+                if w == 1:
+                    # The one buffer is given back once it is written, early enough for this round.
+                    tma.store_wait(0)
+                    barrier()
+                    if n > 0:
+                        mbarrier.arrive(spare.index(0), count=1)
             cj = sVk.slice(0, Q).load(gl.SliceLayout(1, mm)) - gl.log2(sVk.slice(Q, Q).load(gl.SliceLayout(1, mm)))
             ci = sVk.slice(0, Q).load(gl.SliceLayout(0, mm))
             # Above the diagonal the score is 0 and the exponent positive: bounded, so that the product is 0, not NaN.
@@ -393,20 +450,35 @@ def pulls_consumer(
             du = warpgroup_mma_wait(0, deps=[du])
             barrier()
             mbarrier.arrive(empty.index(k), count=1)
-            if w == 1:
-                if n > 0:
-                    mbarrier.arrive(spare.index((n - 1) & 1), count=1)
+            if not ADD:
+                if w == 1:
+                    if n > 0:
+                        mbarrier.arrive(spare.index((n - 1) & 1), count=1)
             sYw.store(du.to(dtype))
             fence_async_shared()
             if valid:
                 tma.async_copy_shared_to_global(dx, [b * L + (first + at) * Q, (h0 + w) * P], sYw)
-            row = ((u % UG) * batch + b) * (SC * Q) + at * Q
-            add_and_write(w, n, acc, sE, ready, spare, slab, row, g * N, mn, dtype)
-            if (first + at) % R == 0:
-                window = (first + at) // R
-                kept = gl.load(hs + ((window * batch + b) * H + h).to(gl.int64) * (P * N) + pn).to(gl.float32)
+            there = (first + at) % R == 0
+            window = (first + at) // R
+            if there:
+                # The state that was kept here comes where the adjoint was for the products.
+                mbarrier.expect(moved.index(w), P * N * 2)
+                tma.async_copy_global_to_shared(hs, [(window * batch + b) * H * P + h * P, 0], moved.index(w), sSw)
+            if w == 0:
+                give(n, acc, sE, ready, spare)
+            else:
+                acc, buffer = take(n, acc, sE, ready, mn)
+                if ADD:
+                    row = b * (NC * Q) + (first + at) * Q
+                else:
+                    row = ((u % UG) * batch + b) * (SC * Q) + at * Q
+                write(acc, buffer, slab, row, g * N, ADD)
+            if there:
+                mbarrier.wait(moved.index(w), m & 1)
                 to = known + ((b * H + h).to(gl.int64) * (W + 1) + window) * P + pr
-                gl.store(to, gl.sum(kept * S, 1), mask=pr < gl.where(valid, P, 0))
+                gl.store(to, gl.sum(sSw.load(mn).to(gl.float32) * S, 1), mask=pr < gl.where(valid, P, 0))
+                m += 1
+                barrier()
             n += 1
         if valid & (ce == SC):
             gl.store(final + (b * H + h).to(gl.int64) * (P * N) + pn, S)
@@ -418,9 +490,10 @@ def pulls_kernel(
     x, dy, B, C, slab, hs, dx, vec, scores, starts, begin, final, D, pulled, known,
     L, NC, G, UG, share, H, T, pieces, SC, first, batch, W,
     Q: gl.constexpr, P: gl.constexpr, N: gl.constexpr, ST: gl.constexpr, RC: gl.constexpr, RP: gl.constexpr,
-    SPLIT: gl.constexpr, R: gl.constexpr, HAS_D: gl.constexpr,
+    SPLIT: gl.constexpr, R: gl.constexpr, HAS_D: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """dx; slab: dB of each unit, as in reads_kernel; final fp32 [b, H, P, N]: the adjoint before the segment.
+    """dx; slab: dB of each unit, as in reads_kernel, or, ADD, fp32 [b, NC Q, G, N] that it is added
+    to; final fp32 [b, H, P, N]: the adjoint before the segment.
 
     pulled fp32 [b, H, SC Q]: how each token is read after its chunk, summed over channels, per unit of step.
     scores [b, G, NC, Q, Q]: B Cᵀ. hs: the state before every R-th chunk; known fp32 [b, H, W + 1, P]: that times its
@@ -434,25 +507,30 @@ def pulls_kernel(
     sB = gl.allocate_shared_memory(x.dtype, [ST, Q, N], B.layout)
     sC = gl.allocate_shared_memory(x.dtype, [ST, Q, N], C.layout)
     sG = gl.allocate_shared_memory(x.dtype, [ST, Q, Q], scores.layout)
-    sS = gl.allocate_shared_memory(x.dtype, [2, P, N], slab.layout)
-    sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
+    sS = gl.allocate_shared_memory(x.dtype, [2, P, N], hs.layout)
+    if ADD:
+        sE = gl.allocate_shared_memory(gl.float32, [1, Q, N], slab.layout)
+    else:
+        sE = gl.allocate_shared_memory(x.dtype, [2, Q, N], slab.layout)
     sY = gl.allocate_shared_memory(x.dtype, [2, Q, P], dx.layout)
     sV = gl.allocate_shared_memory(gl.float32, [ST * 2, 1, 2 * Q], vec.layout)
     full = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [ST, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     spare = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    moved = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for k in gl.static_range(ST):
         mbarrier.init(full.index(k), count=1)
         mbarrier.init(empty.index(k), count=2)
     for k in gl.static_range(2):
         mbarrier.init(ready.index(k), count=1)
         mbarrier.init(spare.index(k), count=1)
+        mbarrier.init(moved.index(k), count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (pulls_consumer, (0, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
-            (pulls_consumer, (1, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D)),  # noqa: E501
+            (pulls_consumer, (0, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, moved, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D, ADD)),  # noqa: E501
+            (pulls_consumer, (1, slab, hs, dx, sX, sD, sB, sC, sS, sE, sY, sV, sG, full, empty, ready, spare, moved, starts, begin, final, D, pulled, known, f0, f1, pid, first, L, NC, SC, G, UG, share, H, batch, W, Q, P, N, ST, SPLIT, R, HAS_D, ADD)),  # noqa: E501
             (walk_producer, (x, dy, B, C, vec, scores, sX, sD, sB, sC, sV, sG, full, empty, f0, f1, first, L, NC, SC, G, UG, share, H, Q, P, N, ST, SPLIT, True)),  # noqa: E501
         ],
         [4, 1],

@@ -348,7 +348,7 @@ def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def gl_dtype(dtype: torch.dtype) -> gl.dtype:
-    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
 
 
 def copyable(t: Tensor) -> bool:
@@ -384,9 +384,14 @@ def refusal(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None)
 
 def forward(
     x: Tensor, steps: Steps, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, init_state: Tensor | None,
-    k: Hopper,
+    k: Hopper, *, starts: Tensor | None = None, keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y and the final state of inputs that :func:`refusal` accepts."""
+    """y and the final state of inputs that :func:`refusal` accepts.
+
+    Args:
+        starts: the states before the pieces fp32 [K or more, 2, 64, N], of a forward with the same ``pieces``.
+        keep: written to be such, if it has room for them.
+    """
     s = Sizes.of(x, B, CHUNK)
     even = Sizes(s.b, -(-s.L // (2 * CHUNK)) * 2 * CHUNK, s.H, s.P, s.G, s.N, CHUNK)
     split = s.P // WIDTH
@@ -401,15 +406,19 @@ def forward(
     y = torch.empty(x.shape, device=device, dtype=x.dtype)
     final = torch.empty(s.b, s.H, s.P, s.N, device=device, dtype=f32)
     J = k.state_parts
-    added = torch.empty(K * J, 2, WIDTH, s.N, device=device, dtype=f32)
-    starts = torch.empty(K, 2, WIDTH, s.N, device=device, dtype=f32)
-    decays = torch.empty(K * J, 2, device=device, dtype=f32)
     init = final if init_state is None else init_state.to(f32).contiguous()
     sizes = (s.L, NC, s.G, UG, share, heads, T, K)
     cut = {"Q": CHUNK, "P": WIDTH, "N": s.N, "SPLIT": split}
     xw = x.view(s.b, s.L, heads, WIDTH) if split > 1 else x
     yw = y.view(s.b, s.L, heads, WIDTH)
-    if units != K:
+    known = starts is not None and starts.shape[0] >= K
+    if not known:
+        starts = keep
+        if keep is None or keep.shape[0] < K:
+            starts = torch.empty(K, 2, WIDTH, s.N, device=device, dtype=f32)
+    if units != K and not known:
+        added = torch.empty(K * J, 2, WIDTH, s.N, device=device, dtype=f32)
+        decays = torch.empty(K * J, 2, device=device, dtype=f32)
         launch(
             states_gluon_kernel, K * J, descriptor(xw, 2 * CHUNK, WIDTH), descriptor(B, 2 * CHUNK, s.N), vec, added,
             decays, *sizes, **cut,

@@ -60,6 +60,8 @@ NUMERICS: dict[str, Case] = {
     "gluon in_proj P128 N64": Case((2, 512, 4, 128, 2, 64), FP16, Hopper(pieces=7), strided=True),
     "gluon odd share": Case((2, 384, 9, 64, 3, 128), BF16, Hopper(pieces=13, state_parts=2)),
     "shipped large": Case((1, 4096, 80, 64, 1, 128), BF16, absent=("z",)),
+    "shipped long": Case((1, 8500, 16, 64, 2, 128), BF16, absent=("z",)),
+    "shipped long, z": Case((1, 8500, 16, 64, 2, 128), BF16, packed="seq_idx"),
     "shipped many units": Case((40, 256, 16, 64, 1, 128), BF16, absent=("z",)),
     "extreme A dt": Case((2, 400, 8, 64, 2, 128), BF16, Forward(segments=2), None, ("z",), extreme=True),
     "extreme A dt, 10000 heads": Case((1, 192, 10000, 16, 1, 16), BF16, None, None, ("z",), extreme=True),
@@ -72,6 +74,7 @@ FORWARDS: dict[str, Forward | Hopper | None] = {"shipped": None, "plain": Forwar
 BACKWARDS: dict[str, Backward | HopperBackward | None] = {
     "shipped": None,
     "one segment": HopperBackward(segments=1),
+    "fixed order": HopperBackward(atomic=False),
 }
 SHAPES = {"2.7B": (80, 64, 1, 128), "Nemotron-H": (128, 64, 8, 128)}
 
@@ -149,10 +152,12 @@ def timing(job: tuple[str, str, int, str], *, warm: bool = False) -> str:
     def forward() -> Any:
         return ours.chunk_scan(*ins, **other, config=fc)
 
+    def backward(starts: torch.Tensor) -> Any:
+        return ours.chunk_scan_backward(dy, None, *ins, **other, config=bc, starts=starts)
+
     def both() -> Any:
-        forward()
-        # y is gone by now, as where a layer's output is not kept.
-        return ours.chunk_scan_backward(dy, None, *ins, **other, config=bc)
+        # y is gone by the backward, as where a layer's output is not kept.
+        return backward(ours.chunk_scan(*ins, **other, keep_starts=True)[2])
 
     run = forward if kind == "forward" else both
     if warm:
@@ -165,7 +170,8 @@ def timing(job: tuple[str, str, int, str], *, warm: bool = False) -> str:
         if kind == "forward":
             row += "  " + parts(forward)
         else:
-            row += "  " + parts(lambda: ours.chunk_scan_backward(dy, None, *ins, **other, config=bc))
+            starts = ours.chunk_scan(*ins, **other, keep_starts=True)[2]
+            row += "  " + parts(lambda: backward(starts))
     return row
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,9 @@ CASES: dict[str, tuple[Case, HopperBackward]] = {
     "packed, parts": (
         Case((1, 500, 3, 64, 1, 64), torch.float32, absent=("z", "D"), packed=(0, 70, 400)),
         HopperBackward(pieces=3, segments=2, state_parts=2),
+    ),
+    "one segment": (
+        Case((1, 777, 3, 64, 1, 64), torch.float32, absent=("z",)), HopperBackward(pieces=5),
     ),
     "rows, heads of 128": (
         Case((2, 256, 2, 128, 2, 64), torch.float32, absent=("z", "init_state")), HopperBackward(pieces=7, segments=1),
@@ -120,17 +124,18 @@ def pieces_of(w: Walk, starts: Tensor, begin: Tensor) -> Any:
 
 def walk(kernel: Any, *args: Any, **meta: Any) -> None:
     reverse = kernel is walks.pulls_kernel
-    x, dy, B, C, slab, kept = (plain(t) for t in args[:6])
+    x, dy, B, C, slab = (plain(t) for t in args[:5])
     if reverse:
-        dx, vec, scores, starts, begin, final, D, pulled, known = (plain(t) for t in args[6:15])
-        sizes = args[15:]
+        kept, dx, vec, scores, starts, begin, final, D, pulled, known = (plain(t) for t in args[5:15])
+        sizes, total = args[15:], slab
         scores = scores.view(x.shape[0], B.shape[2], -1, Q, Q)
     else:
-        vec, starts, begin, final, seen = (plain(t) for t in args[6:11])
-        sizes = args[11:]
+        total, kept, vec, starts, begin, final, seen = (plain(t) for t in args[5:12])
+        sizes = args[12:]
     w = Walk(x, dy, B, C, vec, sizes)
     R, split = meta["R"], meta["SPLIT"]
-    slab.zero_()
+    if not (reverse and meta["ADD"]):
+        slab.zero_()
     S: dict[int, Tensor] = {}
     causal = torch.ones(Q, Q).tril().bool()
     for u, b, g, h, c, state in pieces_of(w, starts, begin):
@@ -143,7 +148,12 @@ def walk(kernel: Any, *args: Any, **meta: Any) -> None:
         xt, dt = w.chunk(w.x, b, h, chunk), w.chunk(w.dy, b, h, chunk)
         Bt, Ct = w.chunk(w.B, b, g, chunk), w.chunk(w.C, b, g, chunk)
         e = torch.where(causal, torch.exp2((cum[:, None] - cum[None, :]).clamp(max=0)), 0.0)  # [reader, source]
-        rows = slab[u % w.UG * w.batch + b, at * Q : (at + 1) * Q, g]
+        if not meta["ADD"]:
+            rows = slab[u % w.UG * w.batch + b, at * Q : (at + 1) * Q, g]
+        elif reverse or at % 2 == 0:
+            rows = total[b, chunk * Q : (chunk + 1) * Q, g]
+        else:
+            rows = slab[u % w.UG * w.batch + b, at // 2 * Q : (at // 2 + 1) * Q, g]
         if reverse:
             out = torch.exp2(cum[-1] - cum)
             rows += ((xt * (out * step)[:, None]) @ state).to(rows.dtype)
@@ -190,18 +200,25 @@ def pairs(x: Any, dy: Any, vec: Any, scores: Tensor, flow: Tensor, *args: Any, S
                 weights[h % 2, b, h // share, c] += (inner * step).T.float()
 
 
+ENDS: list[bool] = []  # launches of ends: whether of the walk back
+FOUND: dict[str, Tensor] = {}  # the states before the pieces of the last walk forward
+
+
 def stand_in(kernel: Any, grid: int, *args: Any, **meta: Any) -> None:
     if kernel is walks.ends_kernel:
+        ENDS.append(meta["REV"])
         ends(*args, **meta)
     elif kernel is ours.pairs_kernel:
         pairs(*args, **meta)
     elif kernel in (walks.reads_kernel, walks.pulls_kernel):
+        if kernel is walks.reads_kernel:
+            FOUND["starts"] = args[8].clone()
         walk(kernel, *args, **meta)
     else:
         launch(kernel, grid, *args, **meta)
 
 
-def errors(case: Case, k: HopperBackward) -> dict[str, float]:
+def errors(case: Case, k: HopperBackward, kept: Tensor | None = None) -> dict[str, float]:
     ins, more = draw(case, "cpu")
     x, dt, A, B, C, D, z, bias, init = ins
     g = torch.Generator().manual_seed(1)
@@ -212,7 +229,7 @@ def errors(case: Case, k: HopperBackward) -> dict[str, float]:
     )
     starts = sequence_starts(more.get("seq_idx"), more.get("cu_seqlens"), *x.shape[:2])  # type: ignore[union-attr]
     steps = Steps(dt, A, bias, starts, True, 0.0, float("inf"))  # type: ignore[arg-type]
-    found = ours.backward(dy, dstate, x, steps, B, C, D, z, init, k)  # type: ignore[arg-type]
+    found = ours.backward(dy, dstate, x, steps, B, C, D, z, init, k, kept)  # type: ignore[arg-type]
     return {
         n: error(a, b)
         for n, a, b in zip(NAMES, found, exact, strict=True)
@@ -224,7 +241,17 @@ def main() -> None:
     ours.launch = stand_in  # type: ignore[assignment]
     ours.descriptor = lambda t, *_: SimpleNamespace(base=t)  # type: ignore[assignment,return-value]
     ours.TensorDescriptor = lambda t, *_: SimpleNamespace(base=t)  # type: ignore[assignment,misc]
-    told = {name: errors(*case) for name, case in CASES.items()}
+    told = {}
+    for name, (case, k) in CASES.items():
+        told[name] = errors(case, k)
+        told[f"{name}, in a fixed order"] = errors(case, replace(k, atomic=False))
+    case, k = CASES["one segment"]
+    told["one segment"] = errors(case, k)
+    kept = torch.cat([FOUND["starts"], torch.full_like(FOUND["starts"], float("nan"))])  # with room for more pieces
+    ENDS.clear()
+    told["what was kept"] = errors(case, k, kept)
+    told["ends without what was kept"] = {"forward": ENDS.count(False), "back": ENDS.count(True)}
+    told["sabotage: what was kept is of others"] = errors(case, k, kept * 1.01)
     ours.noise = lambda dtype: 2.0**-18  # as in bfloat16
     told["shipped"] = errors(*CASES["packed, parts"])
     sizes: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "lengths": (20, 1), "batch": 2}

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import torch
 
 from latentscan.kernels.triton import chunk_configs, chunk_scan
-from latentscan.kernels.triton.chunk_configs import Backward, HopperBackward
+from latentscan.kernels.triton.chunk_configs import Backward, Forward, Hopper, HopperBackward
 from latentscan.kernels.triton.chunk_scan_backward_gluon import segment_chunks, segments_back
 
 
@@ -28,7 +28,7 @@ def found() -> dict[str, dict[str, float]]:
 
 def test_everything_but_the_walks_is_exact(found):
     for name, errors in found.items():
-        if name not in ("shipped", "warm_up") and "sabotage" not in name:
+        if name not in ("shipped", "warm_up", "ends without what was kept") and "sabotage" not in name:
             # fp32 sums of up to 777 tokens; ddt_bias is the sum of what cancels.
             assert {k: e for k, e in errors.items() if not e < (1e-4 if k == "dt_bias" else 1e-5)} == {}, name
 
@@ -36,6 +36,49 @@ def test_everything_but_the_walks_is_exact(found):
 def test_what_is_taken_for_rounding_costs_less_than_the_bar(found):
     assert all(e < 1e-2 for e in found["shipped"].values())
     assert found["shipped"]["A"] > 1e-4, "nothing was taken away: this test no longer sees it"
+
+
+def test_states_that_the_forward_kept_are_not_found_again(found):
+    assert found["ends without what was kept"] == {"forward": 0, "back": 1}
+    assert found["sabotage: what was kept is of others"]["C"] > 1e-4
+
+
+def test_a_fixed_order_is_taken_where_it_is_asked_for(monkeypatch):
+    from latentscan.kernels.triton import chunk_scan_backward_gluon as gluon
+
+    seen = []
+    monkeypatch.setattr(gluon, "refusal", lambda *_: None)
+    monkeypatch.setattr(gluon, "backward", lambda *args: (seen.append(args[9]), (None,) * 9)[1])
+    x, B, A = torch.randn(1, 64, 2, 64), torch.randn(1, 64, 1, 64), -torch.ones(2)
+
+    def run(**more):
+        config = HopperBackward(**more)
+        chunk_scan.chunk_scan_backward(x, None, x, x[..., 0], A, B, B, chunk_size=64, config=config)
+        return seen.pop().atomic
+
+    assert run() and not run(atomic=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_was_kept_is_used_for_the_forwards_own_pieces_only(monkeypatch):
+    from latentscan.kernels.triton import chunk_scan_backward_gluon as gluon
+
+    seen = []
+    monkeypatch.setattr(gluon, "refusal", lambda *_: None)
+    monkeypatch.setattr(gluon, "backward", lambda *args: (seen.append(args[10]), (None,) * 9)[1])
+    x, B, A = torch.randn(1, 64, 2, 64), torch.randn(1, 64, 1, 64), -torch.ones(2)
+    for forward, used in ((Hopper(pieces=7), True), (Hopper(pieces=8), False), (Forward(), False)):
+        monkeypatch.setattr(chunk_scan, "choose_forward", lambda *_, chosen=forward: chosen)
+        chunk_scan.chunk_scan_backward(
+            x, None, x, x[..., 0], A, B, B, chunk_size=64, config=HopperBackward(pieces=7), starts=x
+        )
+        assert (seen.pop() is x) == used
+    with pytest.raises(ValueError, match="keep_starts"):
+        chunk_scan.chunk_scan(x, x[..., 0], A, B, B, chunk_size=64, config=Forward(), keep_starts=True)
 
 
 def test_a_warm_up_calls_forward_and_backward_of_every_length(found):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import latentscan
 from latentscan.ir.capture import capture
 from latentscan.ir.errors import KernelError, PipelineError
-from latentscan.kernels.triton import chunk_scan
+from latentscan.kernels.triton import chunk_configs, chunk_scan
 from latentscan.kernels.triton.chunk_configs import Backward, Forward, Hopper
 from latentscan.kernels.triton.chunk_tuning import Row, Table
 from latentscan.lowering import reference, select, triton, triton_mamba
@@ -85,9 +86,12 @@ def test_the_kernel_op_has_the_shapes_dtypes_and_backward_of_the_canonical_one()
         for name, more in (("chunk_scan", ()), ("chunk_scan_backward", (ins["x"], None))):
             want = getattr(torch.ops.latentscan, name)(*more, *args, **kwargs)
             got = getattr(torch.ops.latentscan_triton, name)(*more, *args, **kwargs)
+            if name == "chunk_scan":
+                *got, starts = got
+                assert starts.shape == (0, 2, 64, 16)  # no kernel on this device keeps any
             assert [(t.shape, t.dtype) for t in got] == [(t.shape, t.dtype) for t in want]
         leaves = [t.requires_grad_() for t in args]
-        y, state = triton.CHUNK_SCAN(*leaves, **kwargs)
+        y, state, _ = triton.CHUNK_SCAN(*leaves, **kwargs)
         grads = torch.autograd.grad(y.sum() + state.sum(), leaves)
         assert [g.shape for g in grads] == [t.shape for t in leaves]
 
@@ -172,7 +176,7 @@ def test_forward_and_backward_of_a_lowered_scan_take_their_rows(monkeypatch):
         assert seen == [Forward(segments=18), Backward(heads=2)]
         chunk_scan.chunk_scan(*args, **options)
         assert seen[2] != Forward(segments=18)
-        y, _ = triton.CHUNK_SCAN(*args, **options, tiles=text)
+        y, _, _ = triton.CHUNK_SCAN(*args, **options, tiles=text)
         assert y.grad_fn.options["tiles"] == text
         torch.autograd.grad(y.sum(), args)
     hopper = Row("forward", "cpu", "float32", (4, 16, 2, 16), 18, Hopper(), 1.0)
@@ -184,13 +188,18 @@ def test_the_mixer_hands_its_tiles_to_the_scan(monkeypatch):
 
     text = tiles((4, 16, 2, 16)).text()
     seen = []
-    monkeypatch.setattr(chunk_scan, "chunk_scan", lambda *a, tiles, **o: seen.append(tiles))
-    monkeypatch.setattr(chunk_scan, "chunk_scan_backward", lambda *a, tiles, **o: seen.append(tiles))
+    monkeypatch.setattr(chunk_scan, "chunk_scan", lambda *a, **o: seen.append(o))
+    monkeypatch.setattr(chunk_scan, "chunk_scan_backward", lambda *a, **o: seen.append(o))
     ins = inputs()
-    parts = mamba_mixer.parts(text)
-    parts.scan(ins["x"], ins["dt"], torch.empty(4), ins["B"], ins["C"])
-    parts.scan_backward(ins["x"], None, ins["x"], ins["dt"], torch.empty(4), ins["B"], ins["C"])
-    assert seen == [text, text]
+    args = (ins["x"], ins["dt"], torch.empty(4), ins["B"], ins["C"])
+    for keep in (False, True):
+        parts = mamba_mixer.parts(text, keep)
+        parts.scan(*args)
+        parts.scan_backward(ins["x"], None, *args, starts="kept" if keep else None)
+    assert seen == [
+        {"tiles": text, "keep_starts": False}, {"tiles": text, "starts": None},
+        {"tiles": text, "keep_starts": True}, {"tiles": text, "starts": "kept"},
+    ]  # fmt: skip
     for name in ("mamba_mixer", "mamba_mixer_backward"):
         assert "str tiles" in str(getattr(torch.ops.latentscan_triton, name).default._schema)
 
@@ -214,3 +223,42 @@ def test_a_model_is_given_the_file(tmp_path, monkeypatch):
     model = latentscan.wrap(build("mamba2"), tiles=path)
     model(input_ids=torch.zeros(1, 8, dtype=torch.long))
     assert given == [table]
+
+
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(chunk_configs.Device, "of", staticmethod(lambda device: chunk_configs.H200))
+    monkeypatch.setattr(chunk_configs, "gluon_works", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_what_the_forward_keeps_has_room_for_every_piece_or_for_none(monkeypatch):
+    at = torch.device("cuda"), torch.bfloat16
+    assert chunk_configs.starts_shape(*at, 32768, 64, 128) == (0, 2, 64, 128)
+    on_hopper(monkeypatch)
+    assert chunk_configs.starts_shape(*at, 32768, 64, 128) == (132, 2, 64, 128)
+    assert chunk_configs.starts_shape(*at, 132 * 64, 128, 64) == (132, 2, 64, 64)
+    assert chunk_configs.starts_shape(*at, 132 * 64 - 1, 128, 64) == (2, 2, 64, 64)
+    for other in ((torch.float32, 32768, 64, 128), (torch.bfloat16, 32768, 80, 128), (torch.bfloat16, 32768, 64, 48)):
+        assert chunk_configs.starts_shape(at[0], *other)[0] == 0
+
+
+@pytest.mark.parametrize("tokens", [200, 9000])
+def test_what_is_kept_costs_a_graph_of_any_length_no_guard(monkeypatch, tokens):
+    on_hopper(monkeypatch)
+    known = chunk_configs.starts_shape
+    monkeypatch.setattr(triton, "starts_shape", lambda device, *sizes: known(torch.device("cuda"), *sizes))
+
+    def train(x, dt, A, B, C):
+        leaves = [t.detach().requires_grad_() for t in (x, dt, A, B, C)]
+        y, _, kept = triton.CHUNK_SCAN(*leaves, chunk_size=16, dt_softplus=True, dt_min=0.0, dt_max=1.0)
+        return kept, torch.autograd.grad(y.sum(), leaves)
+
+    def fake(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    args = fake(1, tokens, 4, 64), fake(1, tokens, 4), fake(4), fake(1, tokens, 2, 128), fake(1, tokens, 2, 128)
+    traced = make_fx(train, tracing_mode="symbolic")(*args)
+    kept = next(n for n in traced.graph.nodes if n.op == "output").args[0][0].meta["val"]
+    assert kept.shape[0].node.hint == (132 if tokens == 9000 else 2)
+    assert traced.shape_env.guards, "other guards are there, so that this test would see one"
+    assert not [str(g.expr) for g in traced.shape_env.guards if "8448" in str(g.expr)]
