@@ -80,7 +80,9 @@ def compiled(name: str, architecture: str) -> list[Compiled]:
                 units = G * -(-(H // G * (P // 64)) // 2)
                 hopper = hopper_config(units, L * G * (2 * N + 64) * 2, device)
                 ours.chunk_scan(**ins, **options, config=hopper)
-                ours.chunk_scan_backward(ins["x"], state, **ins, **options, config=HopperBackward())
+                for atomic in (True, False):
+                    k = HopperBackward(atomic=atomic)
+                    ours.chunk_scan_backward(ins["x"], state, **ins, **options, config=k)
         exchanged(ins, plain, device)
 
     return compile_launches(run, int(architecture.removeprefix("sm_")))

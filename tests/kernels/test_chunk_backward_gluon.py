@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,9 +47,14 @@ def test_states_that_the_forward_kept_are_not_found_again(found):
 def test_a_fixed_order_is_taken_where_it_is_asked_for(monkeypatch):
     from latentscan.kernels.triton import chunk_scan_backward_gluon as gluon
 
-    seen = []
+    seen: list[Any] = []
+
+    def backward(*args):
+        seen.append(args[9])
+        return (None,) * 9
+
     monkeypatch.setattr(gluon, "refusal", lambda *_: None)
-    monkeypatch.setattr(gluon, "backward", lambda *args: (seen.append(args[9]), (None,) * 9)[1])
+    monkeypatch.setattr(gluon, "backward", backward)
     x, B, A = torch.randn(1, 64, 2, 64), torch.randn(1, 64, 1, 64), -torch.ones(2)
 
     def run(**more):
@@ -67,9 +73,14 @@ def test_a_fixed_order_is_taken_where_it_is_asked_for(monkeypatch):
 def test_what_was_kept_is_used_for_the_forwards_own_pieces_only(monkeypatch):
     from latentscan.kernels.triton import chunk_scan_backward_gluon as gluon
 
-    seen = []
+    seen: list[Any] = []
+
+    def backward(*args):
+        seen.append(args[10])
+        return (None,) * 9
+
     monkeypatch.setattr(gluon, "refusal", lambda *_: None)
-    monkeypatch.setattr(gluon, "backward", lambda *args: (seen.append(args[10]), (None,) * 9)[1])
+    monkeypatch.setattr(gluon, "backward", backward)
     x, B, A = torch.randn(1, 64, 2, 64), torch.randn(1, 64, 1, 64), -torch.ones(2)
     for forward, used in ((Hopper(pieces=7), True), (Hopper(pieces=8), False), (Forward(), False)):
         monkeypatch.setattr(chunk_scan, "choose_forward", lambda *_, chosen=forward: chosen)
