@@ -12,7 +12,7 @@ import torch
 
 from latentscan.ir.errors import CheckpointError, MeshError
 from latentscan.ir.mesh import AXES, Axis, Mesh, parse_mesh
-from latentscan.ir.ops.waiting import late, lost, place_of, plain
+from latentscan.ir.ops.waiting import ANSWER, late, lost, place_of, plain
 from latentscan.ir.ops.watching import watch
 from latentscan.ir.order import Collective, check_order
 from latentscan.runtime.own import trains_alone
@@ -132,7 +132,7 @@ def set_timeout(mesh: Mesh, seconds: float) -> None:
             group = group_of(axis)
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
             if dist.get_backend(group) != "gloo":
-                watch(axis.group, seconds, late)
+                watch(axis.group, seconds, late, ANSWER)
 
 
 @contextlib.contextmanager

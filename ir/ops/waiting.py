@@ -22,7 +22,7 @@ from latentscan.ir.errors import MeshError
 from latentscan.ir.ops import watching
 
 _OPS = torch.ops._c10d_functional
-_ANSWER = 5.0  # seconds that the others are given to say where they are
+ANSWER = 5.0  # seconds that the others are given to say where they are
 _SEPARATOR = "@"
 
 
@@ -82,7 +82,8 @@ def wait(x: Tensor, group: str, what: str, sent: Tensor | None = None) -> Tensor
 
 def late(group: str, what: str) -> str:
     """What :mod:`latentscan.ir.ops.watching` says of a collective that a device waits for."""
-    return str(lost(group, what, RuntimeError("the time-out is near")))
+    # What was started last has a later number than what is waited for.
+    return str(lost(group, what, RuntimeError("the time-out is near"), counted=False))
 
 
 def is_transport(error: BaseException) -> bool:
@@ -91,8 +92,11 @@ def is_transport(error: BaseException) -> bool:
     return any(word in text for word in ("gloo", "CCL", "DistBackendError", "Connection closed", "Timed out waiting"))
 
 
-def lost(group: str, what: str, error: BaseException) -> MeshError:
-    """The error of a wait that failed: this rank, the collective, the module, and where the others say they are."""
+def lost(group: str, what: str, error: BaseException, *, counted: bool = True) -> MeshError:
+    """The error of a wait that failed: this rank, the collective, the module, and where the others say they are.
+
+    ``counted``: it is the group's last collective, whose number can be told.
+    """
     import torch.distributed as dist
 
     name, place = plain(group), place_of(group)
@@ -102,7 +106,8 @@ def lost(group: str, what: str, error: BaseException) -> MeshError:
         pg = _resolve(name)
         rank = dist.get_rank()
         with contextlib.suppress(RuntimeError):  # not every backend counts
-            here = f"{here}, collective {pg._get_sequence_number_for_group()} of its group"
+            if counted:
+                here = f"{here}, collective {pg._get_sequence_number_for_group()} of its group"
         told = _others(name, pg, rank, here)
     ended = "closed" in str(error) or "reset" in str(error)
     why = "another rank ended" if ended else "the others did not come in time"
@@ -125,7 +130,7 @@ def _others(group: str, pg: Any, rank: int, here: str) -> str:
 
     store = distributed_c10d._get_default_store()
     store.set(f"latentscan/{group}/{rank}", here)
-    deadline, lines = time.monotonic() + _ANSWER, []
+    deadline, lines = time.monotonic() + ANSWER, []
     for other in dist.get_process_group_ranks(pg):
         if other == rank:
             continue

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_EARLY = 0.8  # of the time-out, so that the message comes before the watchdog's end
+_EARLY = 0.8  # of the time-out: the message is out by then, before the watchdog's end
 _WATCHES: dict[str, Watch] = {}
 
 
@@ -30,14 +30,16 @@ class Watch:
 
     Args:
         seconds: the group's time-out.
+        answer: seconds that ``say`` may take, which are begun earlier; not before half of the time-out.
         say: gives the message of a collective that is not done, (group, what) -> text.
         tell, clock: where the message goes, and the time; by default standard error and the monotonic clock.
     """
 
     def __init__(
         self, seconds: float, say: Callable[[str, str], str], *, tell: Callable[[str], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, answer: float = 0.0,
     ) -> None:  # fmt: skip
+        self._patience = max(0.5 * seconds, _EARLY * seconds - answer)
         self.seconds, self._say, self._tell, self._clock = seconds, say, tell or _print, clock
         self._open: deque[tuple[Any, str, str]] = deque()
         self._moved = clock()
@@ -65,7 +67,7 @@ class Watch:
                 self._thread = None  # it ends now: what is added next starts another
                 return False
             stuck = self._clock() - self._moved
-            if stuck < _EARLY * self.seconds or self._said:
+            if stuck < self._patience or self._said:
                 return True
             self._said = True
             _, group, what = self._open[0]
@@ -88,9 +90,9 @@ def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def watch(group: str, seconds: float, say: Callable[[str, str], str]) -> None:
+def watch(group: str, seconds: float, say: Callable[[str, str], str], answer: float) -> None:
     """Watch a group, by its own name, from now on."""
-    _WATCHES[group] = Watch(seconds, say)
+    _WATCHES[group] = Watch(seconds, say, answer=answer)
 
 
 def waited(x: Tensor, plain: str, group: str, what: str) -> None:

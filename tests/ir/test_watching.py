@@ -68,6 +68,18 @@ def test_what_does_not_come_is_told_once_before_the_time_out(watched):
     assert len(told) == 2 and "layers.2" in told[1] and "0 waits" in told[1]
 
 
+@pytest.mark.parametrize(("seconds", "from_then"), [(600.0, 475.0), (20.0, 11.0), (6.0, 3.0)])
+def test_it_is_told_by_the_time_that_the_others_answer(seconds, from_then):
+    """With NCCL, 20 s: asked at 16 s the answer came at 21 s, after the watchdog's."""
+    told, clock = [], Clock()
+    watch = Watch(seconds, lambda group, what: what, tell=told.append, clock=clock, answer=5.0)
+    watch.add(Event(), "0", "all_reduce", threaded=False)
+    clock.now = from_then - 0.1
+    assert watch.look() and not told
+    clock.now = from_then
+    assert watch.look() and told
+
+
 def test_a_thread_looks_while_something_is_under_way():
     told = []
     watch = Watch(0.4, lambda group, what: what, tell=told.append)
@@ -107,11 +119,11 @@ def test_a_wait_on_a_device_is_watched_under_its_module(monkeypatch):
         assert not watch._open
         monkeypatch.setattr(watching, "_on_host", lambda x: False)
         monkeypatch.setattr(watching, "event_of", lambda x: Event())
-        monkeypatch.setattr("latentscan.ir.ops.waiting._ANSWER", 0.1)
+        monkeypatch.setattr("latentscan.ir.ops.waiting.ANSWER", 0.1)
         wait(C10D.all_reduce(torch.ones(2), "sum", group), group, "all_reduce")
         clock.now = 2.0
         assert watch.look()
-        assert "rank 1 waited at all_reduce for model.layers.1.mlp" in told[0]
+        assert "rank 1 waited at all_reduce for model.layers.1.mlp: the others" in told[0]
         assert "rank 0 gave no sign" in told[0]
     finally:
         dist.destroy_process_group()
