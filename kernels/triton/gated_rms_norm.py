@@ -22,18 +22,25 @@ from latentscan.kernels.triton.mamba_common import (
 )
 
 MAX_GROUP = 16384
-READ_AGAIN = 4096  # channels of a block above which the backward reads a row twice
+WIDE = 4096  # channels of a block above which a processor has one or two
+AHEAD = 1 << 17  # bytes of shared memory for the backward's rows that are under way
 _PROGRAMS = 512  # of the backward, each with its own sum for the weight
 
 
-def block_sizes(group_size: int, *, backward: bool) -> dict[str, int]:
-    """Rows and channels of a block, and its warps, for a group of channels."""
+def block_sizes(group_size: int, *, backward: bool, itemsize: int = 2) -> dict[str, int]:
+    """Rows and channels of a block, and its warps, for a group of channels; how the backward brings rows.
+
+    Measured on an H200: wide groups want more work a thread, for there are few blocks a processor. Their backward wants
+    the next two rows under way; where these have no room, a row is read again from the cache (AGAIN) instead of waiting
+    in registers for its sums.
+    """
     channels = power_of_two(group_size)
     rows = max(1, (1024 if backward else 2048) // channels)
-    elements = rows * channels
-    # Measured on an H200: wide groups want more work a thread, for there is one block a processor.
-    per_thread = (16 if channels > 4096 else 8) if backward else (32 if channels > 4096 else 16)
-    return {"BR": rows, "BD": channels, "num_warps": min(32, max(2, elements // (32 * per_thread)))}
+    elements, wide = rows * channels, channels > WIDE
+    ahead = wide and channels * itemsize * 8 <= AHEAD
+    per_thread = (32 if ahead else 16 if wide else 8) if backward else (32 if wide else 16)
+    found = {"BR": rows, "BD": channels, "num_warps": min(32, max(2, elements // (32 * per_thread)))}
+    return {**found, "STAGES": 3 if ahead else 1, "AGAIN": wide and not ahead} if backward else found
 
 
 @triton.jit
@@ -69,6 +76,7 @@ def _backward_kernel(
     dy_ptr, x_ptr, z_ptr, w_ptr, dx_ptr, dz_ptr, part_ptr, rows, groups, group_size, programs,
     syr, syd, sxr, sxd, szr, szd, sor, sod, eps,
     HAS_Z: tl.constexpr, NORM_FIRST: tl.constexpr, AGAIN: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every ``programs``-th block of rows of one group; part [programs, channels] takes the sums for the weight."""
     pid = tl.program_id(0)
@@ -79,7 +87,7 @@ def _backward_kernel(
     c64 = c.to(tl.int64)
     width = groups * group_size
     total = tl.zeros([BR, BD], tl.float32)
-    for block in range(k, tl.cdiv(rows, BR), programs):
+    for block in tl.range(k, tl.cdiv(rows, BR), programs, num_stages=STAGES):
         r = (tl.cast(block, tl.int64) * BR + tl.arange(0, BR))[:, None]
         ok = (r < rows) & (j < group_size)
         x = tl.load(x_ptr + r * sxr + c64 * sxd, mask=ok, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -208,12 +216,12 @@ def gated_rms_norm_backward(
     xs, dys = _rows(x), _rows(dy)
     zs = xs if z is None else _rows(z)
     rows = xs.shape[0]
-    size = block_sizes(group_size, backward=True)
-    programs = max(1, min(_PROGRAMS, cdiv(rows, size["BR"])))
+    size = block_sizes(group_size, backward=True, itemsize=x.element_size())
+    programs = max(1, min(_PROGRAMS if size["STAGES"] == 1 else _PROGRAMS // 2, cdiv(rows, size["BR"])))
     part = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
     _backward_kernel[(programs * groups,)](
         dys, xs, zs, weight.contiguous(), dx, dzs, part, rows, groups, group_size, programs,
         *dys.stride(), *xs.stride(), *zs.stride(), *dzs.stride(), eps,
-        HAS_Z=z is not None, NORM_FIRST=norm_before_gate, AGAIN=size["BD"] > READ_AGAIN, **size,
+        HAS_Z=z is not None, NORM_FIRST=norm_before_gate, **size,
     )  # fmt: skip
     return dx, dz, part.sum(0).to(weight.dtype)

@@ -274,9 +274,10 @@ def norm_times(backward: bool, channels: int, group: int) -> None:
         else (lambda: norm.gated_rms_norm(y, z, w, **options))
     )
     original = norm.block_sizes
-    choices = [{"num_warps": n} for n in (2, 4, 8, 16, 32)]
-    if backward and channels == group:
-        choices += [{"num_warps": n, "maxnreg": m} for n, m in ((16, 64), (8, 128))]
+    choices: list[dict[str, Any]] = [{"num_warps": n} for n in (2, 4, 8, 16, 32)]
+    if backward:
+        choices += [{"num_warps": n, "STAGES": 4 - shipped["STAGES"]} for n in (2, 4, 8, 16)]
+        choices += [{"num_warps": 16, "STAGES": 1, "AGAIN": not shipped["AGAIN"]}]
     for choice in () if QUICK else choices:
         if choice == {"num_warps": shipped["num_warps"]}:
             continue
@@ -289,10 +290,6 @@ def norm_times(backward: bool, channels: int, group: int) -> None:
             told.append(f"{choice} {type(error).__name__}")
         finally:
             norm.block_sizes = original
-    if backward and not QUICK:
-        kept, norm.READ_AGAIN = norm.READ_AGAIN, 1 << 20 if channels == group else 0
-        told.append(f"{'once' if channels == group else 'again'} {median(call, 4, 3):.3f}")
-        norm.READ_AGAIN = kept
     moved = (5 if backward else 3) * 2 * length * channels
     rated(f"norm {'bwd' if backward else 'fwd'} D{channels}/{group} L32768", median(call, 4, 3), moved, ", ".join(told))
 
@@ -406,9 +403,6 @@ def library_scan() -> None:
 
 def mixer_times() -> None:
     """A 2.7B mixer between its projections, forward and backward: one op, and separate ones with joined pieces."""
-    if importlib.util.find_spec("latentscan.kernels.triton.chunk_scan") is None:
-        say("mixer: this tree has no chunk_scan kernel")
-        return
     from latentscan.kernels.triton import mamba_mixer as mixer
 
     heads, dim, states, length = 80, 64, 128, 32768
@@ -420,21 +414,22 @@ def mixer_times() -> None:
     o = {"eps": 1e-5, "group_size": inner, "norm_before_gate": False}
     shape = {"heads": heads, "head_dim": dim, "groups": 1, "d_state": states, "activation": "silu"}
     args, dout = (row, w, bias, A, D, dt_bias, norm_weight, None), rnd(1, length, inner)
-    parts = mixer.parts()
+    parts = mixer.parts(keep_starts=True)
 
     def fused() -> Any:
-        out, _, y = mixer.mamba_mixer(*args, **shape, **steps, **o)
-        return mixer.mamba_mixer_backward(dout, None, y, *args, **shape, **steps, **o), out
+        out, _, y, kept = mixer.mamba_mixer(*args, **shape, **steps, **o, keep_starts=True)
+        return mixer.mamba_mixer_backward(dout, None, y, *args, **shape, **steps, **o, starts=kept), out
 
     def separate() -> Any:
         z, mixed, dt = row.split([inner, inner + 2 * states, heads], -1)
         conved, _ = parts.conv(mixed, w, bias, activation="silu")
         x, B, C = conved.split([inner, states, states], -1)
         scanned = (x.unflatten(-1, (heads, dim)), dt, A, B[:, :, None], C[:, :, None], D, None, dt_bias)
-        y, _ = parts.scan(*scanned, None, None, None, **steps)
+        y, _, kept = parts.scan(*scanned, None, None, None, **steps)
         out = parts.norm(y.flatten(2), z, norm_weight, **o)
         dy, dz, _ = parts.norm_backward(dout, y.flatten(2), z, norm_weight, **o)
-        dx, ddt, _, dB, dC, *_ = parts.scan_backward(dy.unflatten(-1, (heads, dim)), None, *scanned, **steps)
+        dy = dy.unflatten(-1, (heads, dim))
+        dx, ddt, _, dB, dC, *_ = parts.scan_backward(dy, None, *scanned, **steps, starts=kept)
         joined = torch.cat([dx.flatten(2), dB.flatten(2), dC.flatten(2)], -1)
         dmixed = parts.conv_backward(joined, None, mixed, w, bias, activation="silu")[0]
         return torch.cat([dz, dmixed, ddt], -1), out

@@ -270,12 +270,18 @@ def test_norm_both_orders():
 
 def test_norm_with_more_rows_than_programs(monkeypatch):
     monkeypatch.setattr(norm, "_PROGRAMS", 3)
-    monkeypatch.setattr(norm, "block_sizes", lambda *_, **__: {"BR": 2, "BD": 16, "num_warps": 1})
+    more = {"STAGES": 1, "AGAIN": False}
+    sizes = {"BR": 2, "BD": 16, "num_warps": 1}
+    monkeypatch.setattr(norm, "block_sizes", lambda *_, backward, **__: {**sizes, **more} if backward else sizes)
     check_norm((3, 7, 32), 16, False, True, torch.float32)
 
 
-def test_norm_of_a_row_that_is_read_again(monkeypatch):
-    monkeypatch.setattr(norm, "READ_AGAIN", 8)
+@pytest.mark.parametrize("room", [0, 1 << 17])
+def test_norm_of_a_wide_row_that_is_read_again_or_ahead(monkeypatch, room):
+    monkeypatch.setattr(norm, "WIDE", 8)
+    monkeypatch.setattr(norm, "AHEAD", room)
+    sizes = norm.block_sizes(24, backward=True, itemsize=4)
+    assert (sizes["AGAIN"], sizes["STAGES"]) == ((True, 1) if room == 0 else (False, 3))
     for first in (False, True):
         check_norm((2, 5, 48), 24, first, True, torch.float32)
 
