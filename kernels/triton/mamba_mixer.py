@@ -34,16 +34,9 @@ def _scan(tiles: str, keep: bool) -> tuple[Callable[..., Any], Callable[..., Any
         return y, state, torch.empty(shape, device=x.device, dtype=torch.float32)
 
     def backward(
-        dy: Any,
-        dstate: Any,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        *args: Any,
-        starts: Any = None,
-        **options: Any,
-    ) -> Any:
+        dy: Any, dstate: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *args: Any,
+        starts: Tensor | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         if module.refusal(x, B):
             return ssm.chunk_scan_backward(dy, dstate, x, dt, A, B, *args, **options)
         return module.chunk_scan_backward(dy, dstate, x, dt, A, B, *args, **options, tiles=tiles, starts=starts)

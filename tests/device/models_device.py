@@ -213,7 +213,9 @@ def bench_generate(name: str, say: Callable[[str], None], alone: Callable[[], No
         command += ["--prompt", "2048", "--new", "32", "--batch", "4", "--pipeline", "fuse-mamba"]
         began = time.time()
         done = subprocess.run(command, capture_output=True, text=True)
-        say(f"warm-up {time.time() - began:.0f} s, exit {done.returncode}")
+        say(f"warm-up {time.time() - began:.0f} s, exit {done.returncode}; beside other jobs:")
+        for line in done.stdout.strip().splitlines():
+            say(line)
         if done.returncode:
             say(f"FAILED {done.stderr.strip()[-300:]}")
             return
