@@ -30,17 +30,18 @@ _PROGRAMS = 512  # of the backward, each with its own sum for the weight
 def block_sizes(group_size: int, *, backward: bool, itemsize: int = 2) -> dict[str, int]:
     """Rows and channels of a block, and its warps, for a group of channels; how the backward brings rows.
 
-    Measured on an H200: wide groups want more work a thread, for there are few blocks a processor. Their backward wants
-    the next two rows under way; where these have no room, a row is read again from the cache (AGAIN) instead of waiting
-    in registers for its sums.
+    Measured on an H200: wide groups want more work a thread, for there are few blocks a processor. The backward wants
+    the next two blocks under way; where these have no room, a row is read again from the cache (AGAIN) instead of
+    waiting in registers for its sums.
     """
     channels = power_of_two(group_size)
     rows = max(1, (1024 if backward else 2048) // channels)
-    elements, wide = rows * channels, channels > WIDE
-    ahead = wide and channels * itemsize * 8 <= AHEAD
-    per_thread = (32 if ahead else 16 if wide else 8) if backward else (32 if wide else 16)
+    elements = rows * channels
+    ahead = backward and elements * itemsize * 8 <= AHEAD
+    much = (ahead and channels >= WIDE) if backward else channels > WIDE
+    per_thread = 32 if much else 16
     found = {"BR": rows, "BD": channels, "num_warps": min(32, max(2, elements // (32 * per_thread)))}
-    return {**found, "STAGES": 3 if ahead else 1, "AGAIN": wide and not ahead} if backward else found
+    return {**found, "STAGES": 3 if ahead else 1, "AGAIN": not ahead} if backward else found
 
 
 @triton.jit
@@ -217,7 +218,7 @@ def gated_rms_norm_backward(
     zs = xs if z is None else _rows(z)
     rows = xs.shape[0]
     size = block_sizes(group_size, backward=True, itemsize=x.element_size())
-    programs = max(1, min(_PROGRAMS if size["STAGES"] == 1 else _PROGRAMS // 2, cdiv(rows, size["BR"])))
+    programs = max(1, min(_PROGRAMS // 2 if size["BD"] > WIDE else _PROGRAMS, cdiv(rows, size["BR"])))
     part = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
     _backward_kernel[(programs * groups,)](
         dys, xs, zs, weight.contiguous(), dx, dzs, part, rows, groups, group_size, programs,
