@@ -13,6 +13,8 @@ The copies see rows as two axes [b L, columns], so that batch > 1 needs L to be 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -342,13 +344,15 @@ def carry_pieces_kernel(
 
 def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Copies of [rows, columns] of ``t``, whose axes but the last two are rows and whose last two are columns."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl_dtype(t.dtype))
     shape = [t.shape[0] * t.shape[1], t.shape[2] * t.shape[3]]
-    return TensorDescriptor(t, shape, [t.stride(1), 1], [rows, columns], layout)
+    return TensorDescriptor(t, shape, [t.stride(1), 1], [rows, columns], layout_of(rows, columns, t.dtype))
 
 
-def gl_dtype(dtype: torch.dtype) -> gl.dtype:
-    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+@functools.cache
+def layout_of(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a tile lies in shared memory; making it takes longer than a launch's other arguments."""
+    kinds = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], kinds[dtype])
 
 
 def copyable(t: Tensor) -> bool:
