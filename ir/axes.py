@@ -75,25 +75,32 @@ class Units:
 
     Args:
         count: how many there are; rank r gets ``shares(count, size)[r]`` consecutive ones.
+        common: whether what every unit needs has a label as well (B and C of a scan with one group, which lie beside the
+            heads in one projection). Without one it is not split, and enters a region from outside.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, *, common: bool = False) -> None:
+        self.count, self.common = count, common
         self._sets: list[frozenset[int]] = []
 
     def members(self, label: int) -> frozenset[int]:
         return frozenset((label,)) if label < self.count else self._sets[label - self.count]
 
     def union(self, labels: Iterable[int]) -> int | None:
-        """The label of all units of the given ones; None if that is every unit."""
+        """The label of all units of the given ones; None if that is every unit, unless that has one."""
         found = frozenset().union(*(self.members(i) for i in labels))
-        if len(found) == self.count:
+        if len(found) == self.count and not self.common:
             return None
         if len(found) == 1:
             return next(iter(found))
         if found not in self._sets:
             self._sets.append(found)
         return self.count + self._sets.index(found)
+
+    def all_common(self, labels: torch.Tensor) -> bool:
+        """Whether every unit needs everything that is known of these: along which dimension then means nothing."""
+        seen = [i for i in labels.unique().tolist() if i >= 0]
+        return bool(seen) and all(len(self.members(i)) == self.count for i in seen)
 
     def owned(self, labels: torch.Tensor, size: int, rank: int) -> list[int]:
         """The indices that a rank holds: those whose label has a unit of the rank."""
@@ -214,14 +221,19 @@ def numbered(graph: Graph, op: fx.Node, small: SmallNumbers) -> dict[fx.Node, to
     return found
 
 
-def along_one_dim(elements: torch.Tensor, node: fx.Node) -> Placement | None:
+def along_one_dim(elements: torch.Tensor, node: fx.Node, units: Units) -> Placement | None:
     """The dimension that labels [as the value's shape] lie along, and the labels; None if nothing is known.
+
+    What every unit needs lies along the last dimension, and is nothing yet while a part of it is not known.
 
     Raises AxisError if they lie along none or more than one.
     """
     known = elements >= 0
     if not bool(known.any()):
         return None
+    if units.count > 1 and units.all_common(elements):
+        last = elements.dim() - 1
+        return Placement(last, elements.movedim(last, 0).flatten(1)[:, 0]) if bool(known.all()) and last >= 0 else None
     top = int(elements.max()) + 1
     fits = []
     for dim in range(elements.dim()):
@@ -250,7 +262,7 @@ def through_layout(
     found: dict[fx.Node, Placement] = {}
     if bool((labels >= 0).any()):
         for ids, leaf in leaves:
-            placement = along_one_dim(labels[ids], leaf)
+            placement = along_one_dim(labels[ids], leaf, units)
             if placement is not None:
                 found[leaf] = placement
     placed = [(ids, leaf) for ids, leaf in leaves if leaf in known]
@@ -262,7 +274,7 @@ def through_layout(
         low = torch.full((total,), torch.iinfo(torch.int64).max).scatter_reduce(0, at, what, "amin")
         shared = bool((low < high).any())
         for node, ids in inputs.items():
-            placement = _unions(node, ids, at, what, units) if shared else along_one_dim(high[ids], node)
+            placement = _unions(node, ids, at, what, units) if shared else along_one_dim(high[ids], node, units)
             if placement is not None:
                 found[node] = placement
     return found
@@ -279,7 +291,7 @@ def _unions(node: fx.Node, ids: torch.Tensor, at: torch.Tensor, what: torch.Tens
     for dim, coordinates in enumerate(places):
         pairs = torch.stack([coordinates, labels]).unique(dim=1)
         sets = [units.union(pairs[1, pairs[0] == i].tolist()) for i in range(ids.shape[dim])]
-        if all(s is None for s in sets):
+        if all(s is None or len(units.members(s)) == units.count for s in sets):
             continue
         if any(s is None for s in sets):
             raise AxisError(node, f"some of {node.name} is read by all units and some is not")

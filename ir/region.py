@@ -111,6 +111,9 @@ class _Growth:
     def put(self, node: fx.Node, placement: Placement) -> None:
         old = self.region.placed.get(node)
         if old is not None:
+            units = self.region.units
+            if units.all_common(old.labels) and units.all_common(placement.labels):
+                return
             if old.dim != placement.dim:
                 raise AxisError(node, f"{node.name} would be split along dimensions {old.dim} and {placement.dim}")
             both = (old.labels >= 0) & (placement.labels >= 0)
@@ -348,12 +351,13 @@ class _Growth:
         Groups of B and C belong to the units of the heads that read them.
         """
         forms = forms_of(self.graph, op, info)
-        known = next((n for n in forms if n in self.region.placed), None)
+        placed, units = self.region.placed, self.region.units
+        known = next((n for n in forms if n in placed and not units.all_common(placed[n].labels)), None)
         if known is None:
             return {}
-        placement = self.region.placed[known]
+        placement = placed[known]
         axis = forms[known][placement.dim]
-        if axis not in ("heads", "channels") and known in self.region.placed and axis != "groups":
+        if axis not in ("heads", "channels", "groups"):
             raise AxisError(op, f"{op.name} would be split along {axis}")
         if axis == "groups":
             return {}  # its heads say more, and they are always reached
@@ -364,7 +368,7 @@ class _Growth:
             elif axis == "heads" and "groups" in form:
                 dim = form.index("groups")
                 count = int(self.graph.shape(node)[dim])
-                sets = [self.region.units.union(part) for part in placement.labels.reshape(count, -1).tolist()]
+                sets = [units.union(part) for part in placement.labels.reshape(count, -1).tolist()]
                 if all(s is not None for s in sets):
                     found[node] = Placement(dim, torch.tensor(sets, dtype=torch.int64))
         return found

@@ -201,7 +201,16 @@ def region_at(graph: Graph, anchor: fx.Node, axis: Axis) -> Region:
         count = groups if groups >= axis.size else heads
         labels = torch.arange(heads) // (heads // count)
         dim = 1 if result is anchor else len(graph.shape(result)) - 2
-        return grow(graph, Units(count), {result: Placement(dim, labels)})
+        start = {result: Placement(dim, labels)}
+        if groups > 1 or op_name(anchor) not in SCANS:
+            return grow(graph, Units(count), start)
+        try:  # B and C of one group for all heads: beside them in one projection, or made by one of their own
+            return grow(graph, Units(count, common=True), start)
+        except AxisError as error:
+            try:
+                return grow(graph, Units(count), start)
+            except AxisError:
+                raise error from None
     rank = len(graph.shape(linear.x))
     width = graph.shape(linear.x)[-1]
     if not isinstance(width, int):
