@@ -16,6 +16,7 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonical ops)
 from latentscan.ir.ops import ssm_exchange as _exchange  # noqa: F401
+from latentscan.ir.ops.orders import first_order_op
 from latentscan.kernels.triton.chunk_configs import refusal
 from latentscan.lowering import reference, triton_mamba
 from latentscan.lowering.tiles import with_tiles, without_tiles
@@ -47,6 +48,8 @@ def _define(name: str, module: str, *, tuned: bool = False) -> Any:
     _LIBRARY.impl(name, run, "CUDA")
     _LIBRARY.impl(name, refuse, "CPU")
     torch.library.register_fake(f"{NAMESPACE}::{name}", without_tiles(canonical), lib=_LIBRARY)
+    if name.endswith("_backward"):
+        first_order_op(f"{NAMESPACE}::{name}", _LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 

@@ -22,6 +22,7 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import ssm_mixer as _mixer  # noqa: F401
+from latentscan.ir.ops.orders import first_order_op
 from latentscan.lowering.tiles import with_tiles, without_tiles
 
 NAMESPACE = "latentscan_triton"
@@ -88,6 +89,8 @@ def _define(name: str) -> None:
     _LIBRARY.define(with_tiles(schema) if name in _TUNED else schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, _kernel(name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(name), lib=_LIBRARY)
+    if name.endswith("_backward"):
+        first_order_op(f"{NAMESPACE}::{name}", _LIBRARY)
 
 
 def _define_gradient(name: str) -> None:

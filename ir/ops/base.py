@@ -94,7 +94,7 @@ def define(
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
-    if constant:
+    if constant or (name.endswith("_backward") and backward is None):  # a backward's reference is differentiable itself
         _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     info = OpInfo(name, overload, reference, cost, axes or {}, autocast, backward is not None)
