@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +30,7 @@ def scan(x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor, C: torch.Tensor) ->
     return latentscan.chunk_scan(x, dt, A, B, C, dt_softplus=True, chunk_size=2)  # type: ignore[return-value]
 
 
-CALLS = {
+CALLS: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
     "attention": (latentscan.attention, [(2, 2, 3, 2), (2, 1, 3, 2), (2, 1, 3, 2)]),
     "latent_attention": (
         lambda q, r, c, k: latentscan.latent_attention(q, r, c, k, scale=0.5),
