@@ -43,11 +43,12 @@ class MlaZeroMemory(Pass):
     summary: ClassVar[str] = "training keeps the attention block's input alone and recomputes the block in backward"
     math: ClassVar[str] = (
         "The block is everything between the one value from which query, key and value all descend and the "
-        "attention's output projection, found from the graph. It becomes a checkpointed call: the same calls run "
-        "twice on the same numbers, with the random state of the first time. Rotary tables, position ids, cu_seqlens "
-        "and masks are inputs of that call. Costs one more forward of the block; frees every activation in it. With "
-        "mla-swap-core-attn-out the block ends before the swap, and the attention's result goes to the host. "
-        "Evaluation is untouched; a layer that gradient checkpointing recomputes as a whole is refused."
+        "attention's output projection, a fused input projection included, found from the graph. It becomes a "
+        "checkpointed call: the same calls run twice on the same numbers, with the random state of the first time. "
+        "Rotary tables, position ids, cu_seqlens and masks are inputs of that call. Costs one more forward of the "
+        "block; frees every activation in it. With mla-swap-core-attn-out the block ends before the swap, and the "
+        "attention's result goes to the host. Evaluation is untouched; a layer that gradient checkpointing recomputes "
+        "as a whole is refused."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
