@@ -7,6 +7,7 @@ that they read and make, an upper bound.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from latentscan.ir.axes import draws
 from latentscan.ir.block import from_weights, is_parameter, sides_of, tensors_of
 from latentscan.ir.cost import Memo, Values, bytes_expression
 from latentscan.ir.graph import REGION, VALUE, Graph
@@ -32,7 +34,7 @@ Sizes = dict[Any, sympy.Expr]  # storage (or a node, for what has no node of its
 _NOTHING = {
     operator.add, operator.sub, operator.neg, torch.add, torch.sub, torch.neg, torch.mean, torch.sum, torch.where,
     "add", "sub", "neg", "mean", "sum", "to", "float", "half", "bfloat16", "type_as", "detach", "size",
-    torch._C._nn.pad,
+    torch._C._nn.pad, torch.view_as_complex, torch.view_as_real,
     "new_ones", "new_zeros", "scatter", "topk", "expand", torch.arange, F.pad, torch.sym_min, torch.sym_max,
 }  # fmt: skip
 _EXCHANGES = {*STATES, *MESSAGES, copy_to, gather_shared, to_heads, to_tokens, sum_partial}
@@ -63,10 +65,28 @@ def _trained(graph: Graph, node: Any) -> bool:
     if not isinstance(node, fx.Node):
         return False
     weight = graph.weights.get(node.name)
-    if weight is None:
-        return any(t.is_floating_point() for t in tensors_of(node.meta.get(VALUE)))
-    real = isinstance(weight.value, torch.nn.Parameter)
-    return weight.value.requires_grad if real else is_parameter(graph, node)
+    if weight is not None:
+        real = isinstance(weight.value, torch.nn.Parameter)
+        return weight.value.requires_grad if real else is_parameter(graph, node)
+    waiting, seen = [node], {node}
+    while waiting:  # what descends from no parameter and no input (a table of angles, a mask) takes none
+        found = waiting.pop()
+        if not _continuous(found) or found.target == "detach":
+            continue
+        if found.op == "placeholder" and (found.name not in graph.weights or _trained(graph, found)):
+            return True
+        new = set(found.all_input_nodes) - seen
+        seen |= new
+        waiting += new
+    return False
+
+
+def _continuous(node: fx.Node) -> bool:
+    """Whether a value can have a gradient: floating or complex, and of no op without one."""
+    info = REGISTRY.get(node.target)
+    if info is not None and not info.differentiable and info.name != "cache_append":
+        return False
+    return any(t.is_floating_point() or t.is_complex() for t in tensors_of(node.meta.get(VALUE)))
 
 
 def kept_by(graph: Graph, node: fx.Node) -> Sizes:
@@ -80,7 +100,7 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
 
     target, inputs = node.target, node.all_input_nodes
     calls = node.op in ("call_function", "call_method")
-    if not calls or not any(t.is_floating_point() for t in tensors_of(node.meta.get(VALUE))):
+    if not calls or not _trained(graph, node):
         return found
     info = REGISTRY.get(target)
     linear = linear_of(graph, node)
@@ -110,6 +130,16 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
             keep(*operands)
     elif target in _OF_INPUT:
         keep(*inputs[:1])
+    elif target is F.embedding:
+        keep(node.args[0])  # the ids
+    elif target is F.layer_norm:
+        keep(node.args[0])
+        count = math.prod(graph.value(node).shape[-len(node.args[1]) :])  # type: ignore[arg-type]
+        found[node, "mean and rstd"] = 2 * _size(node) / count
+    elif target is F.dropout:
+        if draws(node):  # by what it multiplies, which GPUs hold as bools
+            on_cpu = graph.value(node).device.type == "cpu"
+            found[node, "drawn"] = _size(node) / (1 if on_cpu else graph.value(node).element_size())
     elif target in _OF_OUTPUT:
         keep(node)
     else:
@@ -151,9 +181,11 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
         else:
             found[_result(graph, node)] = bytes_expression(graph.value(node))
         found[node, "logsumexp"] = rows * max(4, item)
-        if given.get("padding") is not None or given.get("mask") is not None:  # the additive mask [B, 1, S, T]
+        mask = given.get("mask")
+        if given.get("padding") is not None or mask is not None:  # the additive mask [B, 1, S, T], or one for each head
             batch, _, queries, keys = (expression(s) for s in (*graph.shape(query)[:3], graph.shape(value)[2]))
-            found[node, "mask"] = batch * queries * keys * item
+            alike = 1 if mask is None or len(graph.shape(mask)) < 3 else expression(graph.shape(mask)[-3])
+            found[node, "mask"] = batch * alike * queries * keys * item
     elif name in ("latent_attention", "sparse_latent_attention"):
         keep(*(given.get(n) for n in ("q_latent", "q_rope", "latent", "k_rope", "indices", "allowed")))
         rows = sympy.Mul(*(expression(s) for s in graph.shape(given["q_latent"])[:3]))
@@ -238,11 +270,15 @@ def training(graph: Graph) -> Sizes:
         else:
             found.update(kept_by(graph, node))
     for nodes in regions.values():
-        for side in sides_of(tuple(nodes)):
-            if side.op != "placeholder" and not from_weights(graph, side):
-                found[storage_of(side)] = _size(side)
+        found.update(region_keeps(graph, nodes))
     away = host_keys(graph)
     return {key: size for key, size in found.items() if key not in away}
+
+
+def region_keeps(graph: Graph, nodes: Iterable[fx.Node]) -> Sizes:
+    """What a call that is computed again keeps: what it reads from outside, but for weights and inputs."""
+    sides = [n for n in sides_of(tuple(nodes)) if n.op != "placeholder" and not from_weights(graph, n)]
+    return {storage_of(n): _size(n) for n in sides}
 
 
 def training_bytes(graph: Graph, values: Values) -> int:

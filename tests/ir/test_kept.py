@@ -53,10 +53,34 @@ def rotated(make: Building) -> fx.Node:
     return make.call(ROPE.op, heads(make, "q", DK), cos, sin, layout="half")
 
 
+def tabled(make: Building) -> fx.Node:
+    """A product with a table, which takes no gradient: the other factor is not kept."""
+    x = hidden(make)
+    table = make.method("cos", make.call(torch.arange, D, dtype=torch.float64))
+    return make.call(mul, x, make.method("exp", table))
+
+
+def turned(make: Building) -> fx.Node:
+    """Rotated as complex numbers: the angles are kept alone, and what is turned is a view."""
+    pairs = make.method("unflatten", hidden(make), -1, (D // 2, 2))
+    angles = make.call(torch.polar, *(make.call(torch.ones, D // 2, dtype=torch.float64) for _ in range(2)))
+    return make.call(torch.view_as_real, make.call(mul, make.call(torch.view_as_complex, pairs), angles))
+
+
+def normed(make: Building) -> fx.Node:
+    weights = [make.weight(n, torch.randn(D, dtype=torch.float64)) for n in ("w", "b")]
+    return make.call(F.layer_norm, hidden(make), (D,), *weights, 1e-5)
+
+
 CALLS: dict[str, Callable[[Building], fx.Node]] = {
     "linear": lambda m: m.call(F.linear, hidden(m), m.weight("w", torch.randn(3, D, dtype=torch.float64))),
     "product": lambda m: m.call(mul, hidden(m), hidden(m, "y")),
     "product with a number": lambda m: m.call(mul, hidden(m), 2.0),
+    "product with a table": tabled,
+    "complex rotation": turned,
+    "layer norm": normed,
+    "dropout": lambda m: m.call(F.dropout, hidden(m), 0.5, True),
+    "dropout that drops nothing": lambda m: m.call(F.dropout, hidden(m), 0.0, True),
     "quotient": lambda m: m.call(truediv, hidden(m), 3.0),
     "sum": lambda m: m.call(add, hidden(m), hidden(m, "y")),
     "square": lambda m: m.method("pow", hidden(m), 2),
