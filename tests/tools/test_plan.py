@@ -24,7 +24,7 @@ from latentscan.runtime.door import session_of
 from latentscan.runtime.phases import traced_phases
 from latentscan.runtime.source import resolve
 from latentscan.runtime.wrap import wrap
-from latentscan.tests.models import build
+from latentscan.tests.models import FAMILIES, build
 from latentscan.tests.passes.switches import kept_bytes
 from latentscan.tools.plan import SCHEMA, plan
 from latentscan.tools.plan_text import weights_text
@@ -71,6 +71,23 @@ def test_it_says_what_wrap_does(family, pipeline):
     assert told["cache"]["bytes_per_token"]["after"] == cache.bytes_per_token()
     assert told["cache"]["bytes_at_seq"]["after"] == cache.bytes_held()
     assert told["errors"] == []
+
+
+FAST = ("falcon", "deepseek_v32")
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in FAST else pytest.mark.slow) for f in FAMILIES])
+def test_every_family_is_planned_on_the_meta_device(family):
+    """Falcon indexes by lists, DeepSeek-V3.2's indexer has a cache of its own, which is as long as its layer's."""
+    told = plan(resolve(f"tiny:{family}"), "", batch=2, seq=9)
+    if "decode" in told["phases"]:
+        model = build(family)
+        cache = GraphCache.for_model(model)
+        with torch.no_grad():
+            model(input_ids=torch.randint(3, 128, (2, 9)), use_cache=True, **{cache_argument(model): cache})
+        assert told["cache"]["bytes_per_token"]["before"] == cache.bytes_per_token()
+    trained = plan(resolve(f"tiny:{family}"), "", batch=2, seq=9, train=True)
+    assert trained["phases"]["train"]["before"]["flops"] > 2 * told["phases"]["prefill"]["before"]["flops"]
 
 
 def test_the_rule_takes_its_form_at_each_size():
