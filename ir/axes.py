@@ -29,6 +29,7 @@ POINTWISE = {
     "to", "float", "type_as", "type", "half", "bfloat16", "masked_fill", "sin", "cos", "eq", "ne", "gt", "ge", "lt",
     "le", "leaky_relu", "elu", "hardswish", "mish", "rsub", "logical_and", "logical_or", "logical_not", "dropout",
     "erf", "expm1", "reciprocal", "bool", "long", "int", "detach", "invert", "bitwise_not",
+    "elementwise_function",
 }  # fmt: skip
 REDUCTIONS = {"mean", "sum", "var", "std", "softmax", "log_softmax", "amax", "amin", "norm", "cumsum"}
 RANDOM = {

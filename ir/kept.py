@@ -18,6 +18,7 @@ from torch import fx
 
 from latentscan.ir.block import from_weights, is_parameter, sides_of, tensors_of
 from latentscan.ir.cost import Memo, Values, bytes_expression
+from latentscan.ir.functions import ElementwiseFunction
 from latentscan.ir.graph import REGION, VALUE, Graph
 from latentscan.ir.layout import is_layout, linear_of
 from latentscan.ir.ops.base import REGISTRY
@@ -100,6 +101,9 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
         pass
     elif info is not None:
         _canonical(graph, node, info.name, found, keep)
+    elif isinstance(target, ElementwiseFunction):
+        keep(*(node.args[i] for i in target.reads))
+        found.update({(node, i): bytes_expression(graph.value(node)) for i in range(target.makes)})
     elif target in _NOTHING or is_layout(node):
         pass
     elif target in _PRODUCTS:

@@ -10,10 +10,12 @@ import torch
 
 from latentscan.ir.capture import capture
 from latentscan.ir.errors import MeshError, PipelineError, VerifyError
+from latentscan.ir.functions import ElementwiseFunction
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import parse_mesh
 from latentscan.ir.ops.collectives import reduce_from
 from latentscan.ir.order import check_order, collectives, ranks_to_try
+from latentscan.ir.verify import verify_all
 from latentscan.passes import sharding
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, facts_of, parse, run
@@ -270,11 +272,40 @@ def test_a_refused_dropout_says_what_to_set():
     assert caught.value.remedy.startswith("set this dropout to 0")
 
 
+class _Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 1.0
+
+
+class _CentredInTraining(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Centred.apply(x) if self.training else x
+
+
 def test_a_refusal_of_a_part_of_what_was_planned_is_the_reason():
-    """Bloom's activation is an autograd function in training only."""
+    """An activation that is an autograd function across features, in training only."""
     model = build("bloom", num_hidden_layers=1)
+    model.transformer.h[0].mlp.gelu_impl = _CentredInTraining()
     facts = facts_of(on_rank(capture(model.eval()), "tp=2", 0).records)
     needed = frozenset({("tensor-parallel", "transformer.h.0.mlp")})
     context = Context(mesh=parse_mesh("tp=2").at(tp=0), own_parameters=True, facts=facts, required=needed)
     with pytest.raises(VerifyError, match=r"cannot be rewritten as planned: .*autograd_function_apply"):
         run(capture(model.train(), training=True), parse("tensor-parallel"), context)
+
+
+def test_an_activation_with_a_backward_of_its_own_is_split_in_training_as_in_evaluation():
+    """Bloom's GELU is an autograd function in training only."""
+    model = build("bloom", num_hidden_layers=1)
+    sites = []
+    for training in (False, True):
+        program = on_rank(capture(model.train(training), training=training), "tp=3", 2, "tensor-parallel")
+        sites.append([(s.module, s.rule, s.facts) for s in program.records[0].sites])
+        verify_all(program.graph)
+    assert sites[0] == sites[1]
+    (gelu,) = [n for n in program.graph.nodes if isinstance(n.target, ElementwiseFunction)]
+    assert program.graph.shape(gelu)[2] == 4 * 64 // 3

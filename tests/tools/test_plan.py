@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from latentscan.runtime.source import resolve
 from latentscan.runtime.wrap import wrap
 from latentscan.tests.models import FAMILIES, build
 from latentscan.tests.passes.switches import kept_bytes
+from latentscan.tools import plan as planning
 from latentscan.tools.plan import SCHEMA, plan
 from latentscan.tools.plan_text import weights_text
 
@@ -311,3 +313,26 @@ def test_under_a_cp_mesh_a_ranks_tokens_and_what_it_sends_are_counted():
     sent = {(c["pass"], c["caller"]): c["bytes_sent"] for c in data["mesh"]["collectives"]}
     assert sent["forward", "state_start"] == 2 * row["state_bytes"]
     assert sent["forward", "tail_start"] == 2 * row["tail_bytes"]
+
+
+def test_a_training_step_that_cannot_be_split_as_wrap_decides_is_told(monkeypatch):
+    """Dropout inside a region: evaluation, on which wrap decides, has none."""
+    text = "tiny:gpt2{attn_pdrop=%s,n_layer=1}"
+    words: dict[str, Any] = {"seq": 16, "train": True, "mesh": "tp=2"}
+    assert plan(resolve(text % 0.0), "tensor-parallel", **words)["errors"] == []
+    (error,) = plan(resolve(text % 0.1), "tensor-parallel", **words)["errors"]
+    assert error["pass"] == "tensor-parallel" and error["remedy"].startswith("set this dropout to 0")
+    assert error["message"].startswith("the first step would raise: transformer.h.0.attn: ")
+    assert plan(resolve(text % 0.1), "tensor-parallel", seq=16, mesh="tp=2")["errors"] == []
+    monkeypatch.setattr(planning, "_decided", lambda *_: None)  # sabotage
+    assert plan(resolve(text % 0.1), "tensor-parallel", **words)["errors"] == []
+
+
+def test_a_training_step_is_split_where_wrap_splits():
+    """Bloom's activation is an autograd function in training only."""
+    text, modules = "tiny:bloom{n_layer=1}", []
+    for train in (False, True):
+        told = plan(resolve(text), "tensor-parallel", seq=16, train=train, mesh="tp=2", explain=True)
+        modules.append([(s["module"], s["rule"]) for s in told["all_sites"]])
+        assert told["errors"] == []
+    assert modules[0] == modules[1] and ("transformer.h.0.mlp", "features") in modules[0]
