@@ -309,3 +309,39 @@ def test_an_activation_with_a_backward_of_its_own_is_split_in_training_as_in_eva
     assert sites[0] == sites[1]
     (gelu,) = [n for n in program.graph.nodes if isinstance(n.target, ElementwiseFunction)]
     assert program.graph.shape(gelu)[2] == 4 * 64 // 3
+
+
+class Twice(torch.nn.Module):
+    """Two regions read one value; between them it may be written."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.write = write
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.GELU(), torch.nn.Linear(12, 8)) for _ in range(2)
+        )
+        self.table = torch.nn.Embedding(16, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids) * 2
+        first = self.layers[0](x)
+        if self.write is not None:
+            self.write(x)
+        return first + self.layers[1](x)
+
+
+def _one_place(x: torch.Tensor) -> None:
+    x[:, 0] = 1.0
+
+
+def _one_feature(x: torch.Tensor) -> None:
+    x[..., 0].zero_()
+
+
+@pytest.mark.parametrize("write", [None, _one_place, _one_feature])
+def test_a_value_that_is_written_after_a_region_has_read_it_is_not_copied_once_for_all(write):
+    graph = capture(Twice(write).train(), inputs={"input_ids": torch.ones(2, 6, dtype=torch.long)}, training=True)
+    record = on_rank(graph, "tp=2", 0, "tensor-parallel").records[0]
+    split = ["layers.0", "layers.1"] if write is None else ["layers.1"]
+    assert [s.module for s in record.sites if s.rule == "features"] == split
+    assert any("is written by" in r.reason for r in record.refusals) == (write is not None)
