@@ -26,7 +26,9 @@ def without_unread(run: Callable[..., Any], graph: fx.Graph) -> Callable[..., An
         graph: the graph. If all outputs read the same, or something in it writes in place, ``run`` is given back.
     """
     reads = read_by(graph)
-    if len(set(reads)) < 2 or any(written_by(n) is not None for n in graph.nodes):
+    module = graph.owning_module
+    parts = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)] if module is not None else [graph]
+    if len(set(reads)) < 2 or any(written_by(n) is not None for part in parts for n in part.nodes):
         return run
 
     def watched(*args: Any) -> Any:
