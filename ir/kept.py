@@ -38,6 +38,7 @@ _NOTHING = {
     "new_ones", "new_zeros", "scatter", "topk", "expand", torch.arange, F.pad, torch.sym_min, torch.sym_max,
 }  # fmt: skip
 _PLAIN_ATTENTION = {F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention}
+_TO_LAST = ("transpose", "permute", "contiguous", "reshape", "flatten", "view")
 _EMBEDDINGS = {F.embedding, torch.embedding}
 _NORMS = {
     F.layer_norm: 2,
@@ -252,7 +253,7 @@ def _result(graph: Graph, attention: fx.Node) -> Any:
     node = attention
     while len(node.users) == 1:
         (user,) = node.users
-        if user.op == "call_method" and user.target in ("transpose", "contiguous", "reshape", "flatten", "view"):
+        if user.op == "call_method" and user.target in _TO_LAST:
             node = user
         else:
             break
