@@ -243,6 +243,9 @@ def through_layout(
     inputs = numbered(graph, op, small)
     given = execute(op, small, inputs)
     leaves = [(item(given, place), leaf) for place, leaf in results(op)]
+    for node, ids in (*inputs.items(), *((leaf, ids) for ids, leaf in leaves)):
+        if node in known and ids.shape[known[node].dim] != known[node].labels.numel():  # a symbol that tracing fixed
+            raise AxisError(op, f"the units of {node.name} lie along a dimension of no fixed size in {op.name}")
     total = sum(t.numel() for t in inputs.values())
     labels = torch.full((total,), UNKNOWN, dtype=torch.int64)
     for node, ids in inputs.items():

@@ -358,3 +358,10 @@ def test_a_training_step_is_split_where_wrap_splits():
         modules.append([(s["module"], s["rule"]) for s in told["all_sites"]])
         assert told["errors"] == []
     assert modules[0] == modules[1] and ("transformer.h.0.mlp", "features") in modules[0]
+
+
+def test_a_state_whose_channels_are_a_symbol_is_no_traceback():
+    """Mamba-1's second graph, which decodes with a state that the first one made."""
+    told = plan(resolve("tiny:mamba{num_hidden_layers=1}"), "tensor-parallel", seq=16, mesh="tp=2", explain=True)
+    assert set(told["phases"]) == {"prefill", "decode"}
+    assert any("backbone.layers.0.mixer" in r["module"] for r in (*told["all_sites"], *told["all_refusals"]))
