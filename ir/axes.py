@@ -29,6 +29,7 @@ POINTWISE = {
     "to", "float", "type_as", "type", "half", "bfloat16", "masked_fill", "sin", "cos", "eq", "ne", "gt", "ge", "lt",
     "le", "leaky_relu", "elu", "hardswish", "mish", "rsub", "logical_and", "logical_or", "logical_not", "dropout",
     "erf", "expm1", "reciprocal", "bool", "long", "int", "detach", "invert", "bitwise_not",
+    "elementwise_function",
 }  # fmt: skip
 REDUCTIONS = {"mean", "sum", "var", "std", "softmax", "log_softmax", "amax", "amin", "norm", "cumsum"}
 RANDOM = {
@@ -254,6 +255,9 @@ def through_layout(
     inputs = numbered(graph, op, small)
     given = execute(op, small, inputs)
     leaves = [(item(given, place), leaf) for place, leaf in results(op)]
+    for node, ids in (*inputs.items(), *((leaf, ids) for ids, leaf in leaves)):
+        if node in known and ids.shape[known[node].dim] != known[node].labels.numel():  # a symbol that tracing fixed
+            raise AxisError(op, f"the units of {node.name} lie along a dimension of no fixed size in {op.name}")
     total = sum(t.numel() for t in inputs.values())
     labels = torch.full((total,), UNKNOWN, dtype=torch.int64)
     for node, ids in inputs.items():

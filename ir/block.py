@@ -3,6 +3,8 @@
 A block is found from the graph alone. An *activation* is a floating value that descends from a parameter; the block's
 input is the nearest activation that every way to the attention passes (its immediate dominator), whatever the modules
 are called. In DeepSeek's MLA that is the normed hidden state; rotary tables, masks and positions come in from the side.
+Where it is a fused projection's result (query, key and value in one), that projection belongs to the block as well, and
+its input is the block's.
 """
 
 from __future__ import annotations
@@ -105,13 +107,28 @@ class Activations:
     def block(self, attention: fx.Node) -> Block:
         """The block of an attention. Raises BlockError."""
         start = self._dominator.get(attention, "start")
+        while isinstance(start, fx.Node) and not isinstance(self.graph.value(start), torch.Tensor):
+            start = self._dominator.get(start, "start")  # several values are no input: what they are parts of is
         if not isinstance(start, fx.Node):
             raise BlockError(
                 "no-common-input",
                 "query, key and value do not all descend from one value",
                 "nothing to do: there is no block that one saved value could rebuild",
             )
-        return block_between(self.graph, start, attention)
+        block = block_between(self.graph, start, attention)
+        fused = self._projection(start)
+        if fused is not None and not any(linear_of(self.graph, n) for n in block.nodes):
+            return block_between(self.graph, fused, attention)
+        return block
+
+    def _projection(self, node: fx.Node) -> fx.Node | None:
+        """The input of the linear map that ``node`` is a view or a part of; None if it is none."""
+        while (linear := linear_of(self.graph, node)) is None:
+            before = self._dominator.get(node)
+            if not is_layout(node) or before not in node.all_input_nodes:
+                return None
+            node = before
+        return linear.x if linear.x in self.nodes else None
 
 
 def block_between(graph: Graph, start: fx.Node, attention: fx.Node) -> Block:

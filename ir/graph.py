@@ -315,3 +315,12 @@ def is_impure(node: fx.Node) -> bool:
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
         return True
     return getattr(node.target, "__name__", "x_").endswith("_")
+
+
+def written_by(node: fx.Node) -> Any:
+    """The value that a node writes in place; None if it writes none (it draws random numbers, say)."""
+    if not is_impure(node) or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    name = getattr(node.target, "__name__", "")
+    inplace = node.kwargs.get("inplace", len(node.args) > 3 and node.args[3])  # of a dropout
+    return None if name in _RANDOM and not inplace else node.args[0]

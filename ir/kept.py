@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from latentscan.ir.axes import draws, name_of
 from latentscan.ir.block import from_weights, is_parameter, sides_of, tensors_of
 from latentscan.ir.cost import Memo, Values, bytes_expression
+from latentscan.ir.functions import ElementwiseFunction
 from latentscan.ir.graph import REGION, VALUE, Graph
 from latentscan.ir.layout import is_layout, linear_of
 from latentscan.ir.ops.base import REGISTRY
@@ -32,9 +34,18 @@ Sizes = dict[Any, sympy.Expr]  # storage (or a node, for what has no node of its
 _NOTHING = {
     operator.add, operator.sub, operator.neg, torch.add, torch.sub, torch.neg, torch.mean, torch.sum, torch.where,
     "add", "sub", "neg", "mean", "sum", "to", "float", "half", "bfloat16", "type_as", "detach", "size",
-    torch._C._nn.pad,
+    torch._C._nn.pad, torch.stack, torch.view_as_complex, torch.view_as_real,
     "new_ones", "new_zeros", "scatter", "topk", "expand", torch.arange, F.pad, torch.sym_min, torch.sym_max,
 }  # fmt: skip
+_PLAIN_ATTENTION = {F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention}
+_TO_LAST = ("transpose", "permute", "contiguous", "reshape", "flatten", "view")
+_EMBEDDINGS = {F.embedding, torch.embedding}
+_NORMS = {
+    F.layer_norm: 2,
+    torch.layer_norm: 2,
+    F.rms_norm: 1,
+    torch.rms_norm: 1,
+}  # -> numbers a row: mean, 1 / deviation
 _EXCHANGES = {*STATES, *MESSAGES, copy_to, gather_shared, to_heads, to_tokens, sum_partial}
 _PRODUCTS = {
     operator.mul, torch.mul, "mul", operator.matmul, torch.matmul, torch.bmm, torch.mm, torch.einsum, "matmul", "bmm",
@@ -63,14 +74,36 @@ def _trained(graph: Graph, node: Any) -> bool:
     if not isinstance(node, fx.Node):
         return False
     weight = graph.weights.get(node.name)
-    if weight is None:
-        return any(t.is_floating_point() for t in tensors_of(node.meta.get(VALUE)))
-    real = isinstance(weight.value, torch.nn.Parameter)
-    return weight.value.requires_grad if real else is_parameter(graph, node)
+    if weight is not None:
+        real = isinstance(weight.value, torch.nn.Parameter)
+        return weight.value.requires_grad if real else is_parameter(graph, node)
+    waiting, seen = [node], {node}
+    while waiting:  # what descends from no parameter and no input (a table of angles, a mask) takes none
+        found = waiting.pop()
+        if not _continuous(found) or found.target == "detach":
+            continue
+        if found.op == "placeholder" and (found.name not in graph.weights or _trained(graph, found)):
+            return True
+        new = set(found.all_input_nodes) - seen
+        seen |= new
+        waiting += new
+    return False
 
 
-def kept_by(graph: Graph, node: fx.Node) -> Sizes:
-    """What one call keeps: storage -> bytes."""
+def _continuous(node: fx.Node) -> bool:
+    """Whether a value can have a gradient: floating or complex, and of no op without one."""
+    info = REGISTRY.get(node.target)
+    if info is not None and not info.differentiable and info.name != "cache_append":
+        return False
+    return any(t.is_floating_point() or t.is_complex() for t in tensors_of(node.meta.get(VALUE)))
+
+
+def kept_by(graph: Graph, node: fx.Node, derived: set[fx.Node] | None = None) -> Sizes:
+    """What one call keeps: storage -> bytes.
+
+    Args:
+        derived: values that take a gradient; None: all floating point values are taken to.
+    """
     found: Sizes = {}
 
     def keep(*values: Any) -> None:
@@ -80,7 +113,7 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
 
     target, inputs = node.target, node.all_input_nodes
     calls = node.op in ("call_function", "call_method")
-    if not calls or not any(t.is_floating_point() for t in tensors_of(node.meta.get(VALUE))):
+    if not calls or not _trained(graph, node):
         return found
     info = REGISTRY.get(target)
     linear = linear_of(graph, node)
@@ -100,12 +133,30 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
         pass
     elif info is not None:
         _canonical(graph, node, info.name, found, keep)
+    elif name_of(node).endswith("dropout"):
+        _dropped(graph, node, found)
+    elif target in ("masked_fill", torch.masked_fill):
+        keep(node.args[1])
+    elif target in _PLAIN_ATTENTION:
+        _plain_attention(graph, node, found, keep)
+    elif target in _EMBEDDINGS:  # the rows' numbers: of input and weight, in either order
+        keep(*(n for n in inputs if not graph.value(n).is_floating_point()))
+    elif target in _NORMS:
+        x: Any = node.args[0]
+        features = sympy.Mul(*(expression(n) for n in node.args[1]))  # type: ignore[union-attr]
+        rows = sympy.Mul(*(expression(n) for n in graph.shape(x))) / features
+        keep(x)
+        found[node, "rows"] = _NORMS[target] * rows * max(4, graph.value(x).element_size())
+    elif isinstance(target, ElementwiseFunction):
+        keep(*(node.args[i] for i in target.reads))
+        found.update({(node, i): bytes_expression(graph.value(node)) for i in range(target.makes)})
     elif target in _NOTHING or is_layout(node):
         pass
     elif target in _PRODUCTS:
         operands = [n for n in inputs if tensors_of(n.meta.get(VALUE))]
         if len(operands) == 2:
-            keep(*[a for a, b in (operands, operands[::-1]) if _trained(graph, b)])
+            pairs = (operands, operands[::-1])
+            keep(*[a for a, b in pairs if _trained(graph, b) and (derived is None or b in derived)])
         elif len(operands) > 2:
             keep(*operands)
     elif target in _OF_INPUT:
@@ -115,6 +166,47 @@ def kept_by(graph: Graph, node: fx.Node) -> Sizes:
     else:
         keep(*inputs, node)
     return found
+
+
+def _dropped(graph: Graph, node: fx.Node, found: Sizes) -> None:
+    """What a dropout keeps of its draw: a GPU's one byte an element, a CPU's the factors in the values' own dtype."""
+    value = graph.value(node)
+    if draws(node):
+        item = value.element_size() if value.device.type == "cpu" else 1
+        found[node, "drawn"] = sympy.Mul(*(expression(n) for n in value.shape)) * item
+
+
+def _plain_attention(graph: Graph, node: fx.Node, found: Sizes, keep: Any) -> None:
+    """The library's attention with a dropout (one without is canonical): on a CPU two products, which copy their
+    operands, and the probabilities before the draw, the factors drawn, and what comes of both, each [B, H, S, T]."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if graph.value(node).device.type != "cpu" or not given.get("dropout_p"):
+        keep(*node.all_input_nodes, node)
+        return
+    query, key = (graph.value(given[n]) for n in names[:2])
+    for name in names[:3]:
+        found[node, name] = sympy.Mul(*(expression(n) for n in graph.value(given[name]).shape)) * query.element_size()
+    rows = sympy.Mul(*(expression(n) for n in query.shape[:-1]))
+    found[node, "probabilities"] = 3 * rows * expression(key.shape[-2]) * query.element_size()
+
+
+def _explicit_attention(graph: Graph, node: fx.Node, given: dict[str, Any], found: Sizes, keep: Any) -> None:
+    """Attention with a softcap or sinks, whose scores [B, H, S, T] no fused call takes: held whole, in fp32."""
+    query, key = graph.value(given["q"]), graph.value(given["k"])
+    batch, heads, queries, width = (expression(n) for n in query.shape)
+    rows, keys, acc = batch * heads * queries, expression(key.shape[2]), max(4, query.element_size())
+    held = (given.get("softcap") is not None) + 2 * (given.get("sinks") is not None)  # tanh; scores, and their sum
+    found[node, "scaled"] = rows * width * acc
+    found[node, "scores"] = (1 + held) * rows * keys * acc
+    alone = given.get("padding") is None and given.get("mask") is None
+    if not alone or given.get("kind") != "full":
+        found[node, "mask"] = queries * (keys + acc) * (1 if alone else batch)
+    if acc == query.element_size():
+        keep(given["k"], given["v"])
+    else:
+        for name in ("k", "v"):
+            found[node, name] = sympy.Mul(*(expression(n) for n in graph.value(given[name]).shape)) * acc
 
 
 def _without_gradients(node: Any) -> bool:
@@ -129,6 +221,8 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
     given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False))  # type: ignore[union-attr]
     if name == "rope":
         keep(given["cos"], given["sin"])
+    elif name == "attention" and any((given | dict(node.kwargs)).get(n) is not None for n in ("softcap", "sinks")):
+        _explicit_attention(graph, node, given | dict(node.kwargs), found, keep)
     elif name == "attention":
         query, value = given["q"], given["v"]
         rows = sympy.Mul(*(expression(s) for s in graph.shape(query)[:3]))
@@ -151,9 +245,11 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
         else:
             found[_result(graph, node)] = bytes_expression(graph.value(node))
         found[node, "logsumexp"] = rows * max(4, item)
-        if given.get("padding") is not None or given.get("mask") is not None:  # the additive mask [B, 1, S, T]
+        mask = given.get("mask")
+        if given.get("padding") is not None or mask is not None:  # the additive mask [B, 1, S, T], or one for each head
             batch, _, queries, keys = (expression(s) for s in (*graph.shape(query)[:3], graph.shape(value)[2]))
-            found[node, "mask"] = batch * queries * keys * item
+            alike = 1 if mask is None or len(graph.shape(mask)) < 3 else expression(graph.shape(mask)[-3])
+            found[node, "mask"] = batch * alike * queries * keys * item
     elif name in ("latent_attention", "sparse_latent_attention"):
         keep(*(given.get(n) for n in ("q_latent", "q_rope", "latent", "k_rope", "indices", "allowed")))
         rows = sympy.Mul(*(expression(s) for s in graph.shape(given["q_latent"])[:3]))
@@ -172,13 +268,15 @@ def _canonical(graph: Graph, node: fx.Node, name: str, found: Sizes, keep: Any) 
 
 def _result(graph: Graph, attention: fx.Node) -> Any:
     """The storage of an attention's output: kernels lay it out [B, S, H, D], so that bringing heads last is free."""
-    node = attention
+    node, moved = attention, False
     while len(node.users) == 1:
         (user,) = node.users
-        if user.op == "call_method" and user.target in ("transpose", "contiguous", "reshape", "flatten", "view"):
-            node = user
-        else:
+        if user.op != "call_method" or user.target not in _TO_LAST:
             break
+        moved = moved or user.target in ("transpose", "permute")
+        if not moved and user.target != "contiguous":
+            break  # heads and rows as one, which copies
+        node = user
     return storage_of(node)
 
 
@@ -236,13 +334,17 @@ def training(graph: Graph) -> Sizes:
         if REGION in node.meta:
             regions.setdefault(node.meta[REGION], []).append(node)
         else:
-            found.update(kept_by(graph, node))
+            found.update(kept_by(graph, node, derived))
     for nodes in regions.values():
-        for side in sides_of(tuple(nodes)):
-            if side.op != "placeholder" and not from_weights(graph, side):
-                found[storage_of(side)] = _size(side)
-    away = host_keys(graph)
+        found.update(region_keeps(graph, nodes))
+    away = host_keys(graph) | {storage_of(n) for n in graph.graph.nodes if n.op == "placeholder"}
     return {key: size for key, size in found.items() if key not in away}
+
+
+def region_keeps(graph: Graph, nodes: Iterable[fx.Node]) -> Sizes:
+    """What a call that is computed again keeps: what it reads from outside, but for weights and inputs."""
+    sides = [n for n in sides_of(tuple(nodes)) if n.op != "placeholder" and not from_weights(graph, n)]
+    return {storage_of(n): _size(n) for n in sides}
 
 
 def training_bytes(graph: Graph, values: Values) -> int:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from latentscan.ir.eager_attention import canonical_eager, canonical_linear
+from latentscan.ir.functions import name_elementwise_functions
 from latentscan.ir.graph import REGION, VALUE, Graph, module_path
 from latentscan.ir.in_place import functionalize_in_place
 from latentscan.ir.ops import attention as _attention  # noqa: F401  (registers the ops)
@@ -23,8 +24,10 @@ PACKING_MASK = torch.ops.latentscan.packing_mask.default
 
 
 def normalize(graph: Graph) -> None:
-    """Inline recompute regions, drop logging calls, make writes functional, give masks their structure."""
+    """Inline recompute regions, name autograd functions of single elements, drop logging calls, make writes functional,
+    give masks their structure."""
     inline_checkpoints(graph)
+    name_elementwise_functions(graph)
     detach_without_grad(graph)
     name_overloads(graph)
     drop_logging(graph)

@@ -7,6 +7,7 @@ everything else by a list of functions that are known to; what is not known is a
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,10 @@ from latentscan.ir.ops.state_exchange import scan_leave
 from latentscan.ir.sizes import hint_of, is_symbol, same
 
 PARTIAL = -1  # in place of a dimension: a sum over the tokens of this rank
-_FILLS = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like"}
+_FILLS = {
+    "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
+    "zeros_like", "ones_like", "full_like", "empty_like",
+}  # fmt: skip
 _MOVES = {"pad", "flip", "roll", "repeat"}  # in general; along other dimensions they are not followed either
 _ALONG_OTHERS = {"topk", "sort", "argsort", "gather", "scatter", "cumsum", "cumprod"}
 _IN_PLACE = {"itruediv", "iadd", "isub", "imul", "add_", "sub_", "mul_", "div_"}
@@ -154,6 +158,9 @@ class _Walk:
             return
         if name in _FILLS:  # the same for every token
             return
+        if op.target is operator.setitem or op.target == "copy_":
+            self._write(op)
+            return
         if name in _MASKS:
             self.tokens.masks.add(op)
             if name == "fit_padding" and (other := self._of_other_length(inputs)):  # the caller's mask
@@ -210,6 +217,62 @@ class _Walk:
                 op, "positions-from-length",
                 f"{op.name} ({name}) counts from 0 on every rank; positions must come in as position_ids",
             )  # fmt: skip
+
+    def _write(self, op: fx.Node) -> None:
+        """``target[index] = value`` or ``target.copy_(value)``: of every token, or of those that a mask of tokens says.
+
+        What a write of single places (``x[:, 0] = 1``) is for another rank nobody can tell from the index.
+        """
+        target, index, value = (op.args[0], ..., op.args[1]) if op.target == "copy_" else op.args[:3]
+        if not is_tensor(target):
+            return
+        dims, shape = self.tokens.dims, self.graph.shape(target)  # type: ignore[arg-type]
+        counts = [d for d, s in enumerate(shape) if isinstance(s, torch.SymInt) and self._counts(s)]
+        dim = dims.get(target, counts[0] if len(counts) == 1 else None)  # type: ignore[arg-type]
+        given = dims.get(value) if is_tensor(value) else None  # type: ignore[arg-type]
+        if (dim is None and not counts and given is None) or not is_tensor(target):
+            return
+        why = ""
+        if dim is None or PARTIAL in (dim, given):
+            why = "and where its tokens lie is not known"
+        elif is_tensor(index):  # a mask, of as many places as there are tokens
+            if self.graph.value(index).dtype != torch.bool or dims.get(index) != dim or given is not None:  # type: ignore
+                why = f"at the places that {index} says"
+        else:
+            why = self._misses(op, index, dim, value if given is not None else None)
+        if why:
+            self._end(op, "tokens-moved", f"{op.name} writes into {target}, {why}")
+        dims[target] = dims[op] = dim if dim is not None else 0  # type: ignore[index]
+
+    def _counts(self, size: torch.SymInt) -> bool:
+        """Whether a size counts tokens."""
+        return bool(size.node.expr.free_symbols & self.lengths)
+
+    def _misses(self, op: fx.Node, index: Any, dim: int, value: Any) -> str:
+        """Why a write does not give every token its own value; empty if it does.
+
+        Args:
+            dim: where tokens lie in what is written. value: what is written, if it has tokens.
+        """
+        if any(isinstance(a, fx.Node) and is_tensor(a) for a in (index if isinstance(index, tuple) else (index,))):
+            return "at places that are computed"
+        shape = self._small_shape(op.args[0])  # type: ignore[arg-type]
+        view = [1] * len(shape)
+        view[dim] = shape[dim]
+        labels = self._numbers(shape[dim], self.tokens.each.get(op.args[0], 1)).reshape(view).expand(shape).contiguous()
+        number = fx.node.map_aggregate(
+            index, lambda a: self.small(self.graph.value(a)) if isinstance(a, fx.Node) else a
+        )
+        try:
+            written = labels[number]
+        except (IndexError, TypeError, ValueError) as error:
+            return f"which could not be followed ({error})"
+        fits = [d for d in range(written.dim()) if self._runs_along(written, d)]
+        if len(fits) != 1 or written.shape[fits[0]] != shape[dim]:
+            return "not for every token alike"
+        if value is not None and len(self.graph.shape(value)) - self.tokens.dims[value] != written.dim() - fits[0]:
+            return "whose tokens lie along another dimension"
+        return ""
 
     def _of_sums(self, op: fx.Node, name: str, inputs: list[fx.Node]) -> None:
         """Partial sums stay partial under scaling and adding up."""

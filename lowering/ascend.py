@@ -18,6 +18,7 @@ from latentscan.ir.graph import Graph
 from latentscan.ir.ops import attention as _attention_ops  # noqa: F401  (registers the canonical ops)
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401
 from latentscan.ir.ops import ssm_mixer as _mixer  # noqa: F401
+from latentscan.ir.ops.orders import first_order_op
 from latentscan.kernels.triton_ascend import chunk_scan as _scan
 from latentscan.kernels.triton_ascend import launch
 from latentscan.kernels.triton_ascend.mixer import WIDTHS
@@ -75,6 +76,8 @@ def _define(name: str, function: Callable[..., Any]) -> None:
 
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _canonical(name), lib=_LIBRARY)
+    if name.endswith("_backward"):
+        first_order_op(f"{NAMESPACE}::{name}", _LIBRARY)
 
 
 def _kernel(name: str) -> Callable[..., Any]:

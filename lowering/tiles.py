@@ -53,17 +53,23 @@ def with_tiles(schema: str) -> str:
 
 
 def with_starts(schema: str, *, backward: bool = False) -> str:
-    """A scan's schema with what its forward keeps for the backward: a result more, or an argument more."""
+    """A scan's schema with what its forward keeps for the backward: a result more, or a last positional argument."""
     head, results = schema.split(") -> ")
     if backward:
-        return f"{head}, Tensor? starts=None) -> {results}"
+        return f"{head.replace(', *, ', ', Tensor? starts=None, *, ', 1)}) -> {results}"
     return f"{head}) -> {results.removesuffix(')')}, Tensor starts)"
+
+
+def starts_apart(canonical: Any, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional arguments of a kernel as those of the canonical op, and what was kept, if it is among them."""
+    count = sum(not a.kwarg_only for a in canonical._schema.arguments)
+    return args[:count], dict(zip(("starts",), args[count:], strict=False))
 
 
 def without_tiles(canonical: Callable[..., Any]) -> Callable[..., Any]:
     """The canonical op for arguments of a kernel that takes tiles, and what was kept."""
 
     def called(*args: Any, tiles: str = "", starts: Any = None, **kwargs: Any) -> Any:
-        return canonical(*args, **kwargs)
+        return canonical(*starts_apart(canonical, args)[0], **kwargs)
 
     return called

@@ -17,9 +17,10 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the canonical ops)
 from latentscan.ir.ops import ssm_exchange as _exchange  # noqa: F401
+from latentscan.ir.ops.orders import first_order_op
 from latentscan.kernels.triton.chunk_configs import refusal, starts_shape
 from latentscan.lowering import reference, triton_mamba
-from latentscan.lowering.tiles import with_starts, with_tiles, without_tiles
+from latentscan.lowering.tiles import starts_apart, with_starts, with_tiles, without_tiles
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -38,10 +39,11 @@ def _define(
     _LIBRARY.define(schema(str(canonical._schema).split("::", 1)[1]), tags=(torch.Tag.pt2_compliant_tag,))
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        args, kept = starts_apart(canonical, args)
         given = next(t for t in args if isinstance(t, torch.Tensor))
         try:
             with torch.autocast(given.device.type, enabled=False):
-                return getattr(importlib.import_module(module), name)(*args, **kwargs, **fixed)
+                return getattr(importlib.import_module(module), name)(*args, **kwargs, **kept, **fixed)
         except ValueError as error:
             raise KernelError(str(error), where=name, remedy="use target=reference for such tensors") from error
 
@@ -51,6 +53,8 @@ def _define(
     _LIBRARY.impl(name, run, "CUDA")
     _LIBRARY.impl(name, refuse, "CPU")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake or without_tiles(canonical), lib=_LIBRARY)
+    if name.endswith("_backward"):
+        first_order_op(f"{NAMESPACE}::{name}", _LIBRARY)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
@@ -78,7 +82,7 @@ def _define_chunk_scan() -> Any:
         *saved, starts = ctx.saved_tensors
         if all(g is None for g in grads[:2]):
             return (None,) * len(saved)
-        found = backward_op(*grads[:2], *saved, **ctx.options, starts=starts)
+        found = backward_op(*grads[:2], *saved, starts, **ctx.options)
         # Arguments without a gradient (seq_idx, cu_seqlens) come last.
         gradients = [None if t is None else g for t, g in zip(saved, found, strict=False)]
         return (*gradients, *(None,) * (len(saved) - len(found)))

@@ -22,8 +22,9 @@ from latentscan.ir.errors import KernelError
 from latentscan.ir.graph import Graph
 from latentscan.ir.ops import ssm as _ssm  # noqa: F401  (registers the ops)
 from latentscan.ir.ops import ssm_mixer as _mixer  # noqa: F401
+from latentscan.ir.ops.orders import first_order_op
 from latentscan.kernels.triton.chunk_configs import starts_shape
-from latentscan.lowering.tiles import with_starts, with_tiles, without_tiles
+from latentscan.lowering.tiles import starts_apart, with_starts, with_tiles, without_tiles
 
 NAMESPACE = "latentscan_triton"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -51,10 +52,11 @@ def _kernel(name: str, **fixed: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         module = importlib.import_module(f"latentscan.kernels.triton.{_MODULES[name]}")
+        args, kept = starts_apart(_canonical(name), args)
         device = next(a for a in args if isinstance(a, torch.Tensor)).device.type
         try:
             with torch.autocast(device, enabled=False):
-                return getattr(module, name)(*args, **kwargs, **fixed)
+                return getattr(module, name)(*args, **kwargs, **kept, **fixed)
         except ValueError as error:
             raise KernelError(str(error), where=f"{name} (triton)") from error
 
@@ -101,6 +103,8 @@ def _define(name: str) -> None:
     fixed = {"keep_starts": True} if name == "mamba_mixer" else {}
     _LIBRARY.impl(name, _kernel(name, **fixed), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(name), lib=_LIBRARY)
+    if name.endswith("_backward"):
+        first_order_op(f"{NAMESPACE}::{name}", _LIBRARY)
 
 
 def _define_gradient(name: str) -> None:
@@ -114,7 +118,6 @@ def _define_gradient(name: str) -> None:
         torch.ops.latentscan_triton if backward_name in _MODULES else torch.ops.latentscan, backward_name
     ).default
     outputs = [r.name for r in getattr(torch.ops.latentscan_triton, name).default._schema.returns]
-    options = [a.name for a in backward_op._schema.arguments if a.kwarg_only]
     taken = [a.name for a in backward_op._schema.arguments]
     kept = [i for i, output in enumerate(outputs) if output in taken]
     names = [a.name for a in _canonical(name)._schema.arguments if not a.kwarg_only]
@@ -136,8 +139,8 @@ def _define_gradient(name: str) -> None:
         found: list[Tensor | None] = [None] * len(saved)
         if any(g is not None for g in grads):
             told = dict(zip((outputs[i] for i in kept), extra, strict=True))
-            named = {n: told.pop(n) for n in list(told) if n in options}
-            made = backward_op(*grads, *told.values(), *saved, **ctx.options, **named)
+            last = [told.pop("starts")] if "starts" in told else []
+            made = backward_op(*grads, *told.values(), *saved, *last, **ctx.options)
             for place, gradient in zip(places, made, strict=True):
                 found[place] = None if saved[place] is None else gradient
         return tuple(found)

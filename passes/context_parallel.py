@@ -6,7 +6,9 @@ import operator
 
 from torch import fx
 
+from latentscan.ir.axes import is_tensor
 from latentscan.ir.graph import Graph
+from latentscan.ir.kept import storage_of
 from latentscan.ir.mesh import Axis, Mesh
 from latentscan.ir.normalize import ATTENTION, LATENT_ATTENTION
 from latentscan.ir.ops import exchange, ssm, ssm_exchange, state_exchange
@@ -50,7 +52,7 @@ def handled(graph: Graph, names: tuple[str, ...]) -> set[fx.Node]:
 
 def whole_graph(graph: Graph, context: Context) -> list[Refusal]:
     """Everything that would look beyond a shard. One is enough: a sequence is split for all nodes or for none."""
-    if any(_fills_cache(n) for n in graph.nodes):
+    if _fills_cache(graph):
         return [Refusal("", "cached", "the graph fills a cache, which would hold a shard only", "use_cache=False")]
     given = {p.name: p.gradients for p in context.passes if p.name in NAMES}  # type: ignore[attr-defined]
     if len(set(given.values())) > 1:
@@ -64,9 +66,18 @@ def whole_graph(graph: Graph, context: Context) -> list[Refusal]:
     return found
 
 
-def _fills_cache(node: fx.Node) -> bool:
-    """An append to a cache of ours, or a recurrent state written in place."""
-    return getattr(node.target, "_opname", "") == "cache_append" or (node.op, node.target) == ("call_method", "copy_")
+def _fills_cache(graph: Graph) -> bool:
+    """Whether a graph appends to a cache of ours, or writes a recurrent state: memory that it was given (a filled
+    cache) or gives back (a new one). What it copies within itself is no cache."""
+    copies = graph.calls("copy_")
+    if any(getattr(n.target, "_opname", "") == "cache_append" for n in graph.nodes):
+        return True
+    if not copies:
+        return False
+    output = next(n for n in graph.nodes if n.op == "output")
+    outside = [n for n in graph.nodes if n.op in ("placeholder", "get_attr")]
+    kept = {storage_of(n) for n in (*outside, *output.all_input_nodes) if is_tensor(n)}
+    return any(storage_of(n.args[0]) in kept for n in copies)
 
 
 def sums_site(axis: Axis, gradients: str) -> Site:

@@ -19,7 +19,7 @@ from latentscan.ir.block import (
     sides_of,
 )
 from latentscan.ir.graph import REGION, Graph, module_path
-from latentscan.ir.kept import host_keys, kept, kept_by, storage_of
+from latentscan.ir.kept import host_keys, kept, kept_by, region_keeps, storage_of, training
 from latentscan.ir.ops.swap import SWAP_OUT
 from latentscan.passes.base import Context, Pass, Refusal, Site, Tier
 
@@ -43,16 +43,18 @@ class MlaZeroMemory(Pass):
     summary: ClassVar[str] = "training keeps the attention block's input alone and recomputes the block in backward"
     math: ClassVar[str] = (
         "The block is everything between the one value from which query, key and value all descend and the "
-        "attention's output projection, found from the graph. It becomes a checkpointed call: the same calls run "
-        "twice on the same numbers, with the random state of the first time. Rotary tables, position ids, cu_seqlens "
-        "and masks are inputs of that call. Costs one more forward of the block; frees every activation in it. With "
-        "mla-swap-core-attn-out the block ends before the swap, and the attention's result goes to the host. "
-        "Evaluation is untouched; a layer that gradient checkpointing recomputes as a whole is refused."
+        "attention's output projection, a fused input projection included, found from the graph. It becomes a "
+        "checkpointed call: the same calls run twice on the same numbers, with the random state of the first time. "
+        "Rotary tables, position ids, cu_seqlens and masks are inputs of that call. Costs one more forward of the "
+        "block; frees every activation in it. With mla-swap-core-attn-out the block ends before the swap, and the "
+        "attention's result goes to the host. Evaluation is untouched; a layer that gradient checkpointing recomputes "
+        "as a whole is refused."
     )
 
     def plan(self, graph: Graph, context: Context) -> list[Site | Refusal]:
         activations = Activations(graph)
         found: list[Site | Refusal] = []
+        held = set(training(graph)) if graph.training else set()
         for attention in every_attention(graph):
             module = module_path(attention)
             try:
@@ -64,7 +66,7 @@ class MlaZeroMemory(Pass):
                 continue
             facts: dict[str, Any] = {"input": (block.input.name,)}
             if graph.training:
-                facts["freed"] = freed(graph, block, nodes)
+                facts["freed"] = freed(graph, block, nodes, held)
             note = f"{len(nodes)} calls from {block.input.name} to {nodes[-1].name} are computed again in training"
             found.append(Site(module, "recompute-block", attention.name, facts, note))
         return found
@@ -105,10 +107,16 @@ def _check(graph: Graph, block: Block, nodes: tuple[fx.Node, ...]) -> None:
     check_repeatable(graph, nodes)
 
 
-def freed(graph: Graph, block: Block, nodes: tuple[fx.Node, ...]) -> sympy.Expr:
-    """Bytes that training no longer keeps: what the block's calls keep, less its inputs and what others keep anyway."""
+def freed(graph: Graph, block: Block, nodes: tuple[fx.Node, ...], held: set[Any]) -> sympy.Expr:
+    """Bytes that training no longer keeps: what the block's calls keep, less its inputs and what others keep anyway.
+
+    Args:
+        held: storages that are kept without this block. One that its recomputation alone needs (a mask, say) is kept
+            from now on: it is subtracted, and added to ``held`` for the blocks that share it.
+    """
     before = kept(graph, nodes)
-    still = {storage_of(n) for n in (block.input, *sides_of(nodes, block.input))} | host_keys(graph)
+    inputs = (block.input, *sides_of(nodes, block.input))
+    still = {storage_of(n) for n in inputs} | host_keys(graph)
     inside = set(nodes)
     for node in leaving(nodes):
         for user in node.users:
@@ -116,4 +124,6 @@ def freed(graph: Graph, block: Block, nodes: tuple[fx.Node, ...]) -> sympy.Expr:
                 still.add(storage_of(node))
             elif user not in inside:
                 still |= set(kept_by(graph, user))
-    return sympy.Add(*(size for storage, size in before.items() if storage not in still))
+    new = {k: size for k, size in region_keeps(graph, nodes).items() if k not in held}
+    held |= set(new)
+    return sympy.Add(*(size for storage, size in before.items() if storage not in still)) - sympy.Add(*new.values())

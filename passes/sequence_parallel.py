@@ -9,7 +9,8 @@ import sympy
 from torch import fx
 
 from latentscan.ir.axes import NORMS, draws, is_pointwise, is_reduction, is_tensor, name_of, reduced_dims, tensor_inputs
-from latentscan.ir.graph import LOCAL, VALUE, Graph
+from latentscan.ir.graph import LOCAL, VALUE, Graph, written_by
+from latentscan.ir.kept import storage_of
 from latentscan.ir.mesh import Axis
 from latentscan.ir.ops.collectives import copy_to, reduce_from
 from latentscan.ir.ops.sequence import gather_tokens, scatter_tokens, shard_tokens, unshard_tokens
@@ -79,8 +80,10 @@ def stream(graph: Graph) -> tuple[dict[fx.Node, None], fx.Node] | Refusal:
     if holder is None:
         return Refusal("", "no-length", f"the length {length} is no input of the graph", "report it with a dump")
     inside: dict[fx.Node, None] = {}
+    writes = [written_by(n) for n in graph.nodes]
+    written = {storage_of(n) for n in writes if n is not None}  # a reader of all tokens would write a copy of its own
     for node in graph.nodes:
-        if not is_tensor(node) or not _fits(graph, node, shape):
+        if not is_tensor(node) or not _fits(graph, node, shape) or storage_of(node) in written:
             continue
         if node.target is reduce_from or (node.op != "placeholder" and _tokenwise(graph, node, shape, inside)):
             inside[node] = None

@@ -11,7 +11,8 @@ from torch import fx
 
 from latentscan.ir.axes import AxisError, Placement, Units, is_einsum, is_matmul, results
 from latentscan.ir.errors import MeshError
-from latentscan.ir.graph import Graph, module_path
+from latentscan.ir.graph import Graph, module_path, written_by
+from latentscan.ir.kept import storage_of
 from latentscan.ir.layout import is_layout, linear_of
 from latentscan.ir.mesh import Axis, shares
 from latentscan.ir.mla import argument
@@ -244,6 +245,12 @@ def check_region(graph: Graph, region: Region, axis: Axis, inside: dict[fx.Node,
     labels: dict[str, torch.Tensor] = {}
     if not region.ops(COLUMN) and not region.weights(graph):
         raise AxisError(region.ops(ROW, CONTRACT)[0], "nothing above it is split")
+    last = {storage_of(w): n for n in graph.nodes if (w := written_by(n)) is not None}
+    for op in region.ops():
+        for entry in region.entries(op):  # its copy, made for the first reader, serves all
+            writer = last.get(storage_of(entry))
+            if writer is not None and op < writer:
+                raise AxisError(op, f"{entry.name} is written by {writer.name} after {op.name} has read it")
     for op in region.ops():
         if op in inside:
             raise AxisError(op, f"{op.name} is part of another region")

@@ -19,6 +19,7 @@ from latentscan.lowering.select import lower, resolve_target
 from latentscan.lowering.states import share_final_states
 from latentscan.lowering.swap import Swapping, lower_swaps
 from latentscan.lowering.tiles import tiles_at
+from latentscan.lowering.unread import without_unread
 from latentscan.passes.pipeline import Program
 from latentscan.runtime.binding import OwnedWeights, RecipeWeights
 from latentscan.runtime.options import Options
@@ -92,6 +93,8 @@ class Executable:
             )  # fmt: skip
         elif inductor:
             run = torch.compile(module, dynamic=True, fullgraph=True, options=inductor_options())
+        if graph.training and (inductor or graph.overlap is not None):
+            run = without_unread(run, module.graph)
         if swaps:
             run = Swapping(run)
         if not records:

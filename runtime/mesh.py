@@ -176,17 +176,25 @@ def gather_facts(axis: Axis, facts: Any) -> list[Any]:
     return found
 
 
-def agree_on_order(mesh: Mesh, found: Sequence[Collective]) -> int:
+def agree_on_order(mesh: Mesh, found: Sequence[Collective], trains: Sequence[tuple[str, bool]] = ()) -> int:
     """The number of a graph's communications, once all ranks have said that they issue the same ones.
 
+    Args:
+        trains: of :func:`trained_weights`, for a graph with gradients.
+
     Raises:
-        MeshError: they do not, and would wait for each other for ever; or they compile at different calls.
+        MeshError: they do not, and would wait for each other for ever; or they compile at different calls; or other
+            weights train on them.
     """
     for axis in mesh.axes:
         if axis.size > 1:
             mine = [c.key() for c in found if c.axis == axis.name]
-            every = gather_facts(axis, mine) if mine else []
-            check_order(dict(enumerate(every)) or {0: []}, axis.name)
+            flags = "".join("01"[trained] for _, trained in trains)
+            every = gather_facts(axis, (mine, flags)) if mine else []
+            odd = next((rank for rank, (_, other) in enumerate(every) if other != every[0][1]), None)
+            if odd is not None:
+                raise _other_weights(axis, odd, every[0][1], every[odd][1], trains)
+            check_order(dict(enumerate(keys for keys, _ in every)) or {0: []}, axis.name)
     return len(found)
 
 
@@ -242,28 +250,38 @@ def _values(x: torch.Tensor) -> str:
 
 def check_call(
     mesh: Mesh, args: Sequence[Any], kwargs: dict[str, Any], training: bool, drawing: torch.device | None = None,
-    alone: str = "",
+    alone: str = "", trains: Sequence[tuple[str, bool]] = (),
 ) -> None:  # fmt: skip
     """Raise MeshError, on every rank, if the ranks of ``tp`` call the model with tensors of different forms, or with
-    other tokens, labels or masks.
+    other tokens, labels or masks; or if other weights train on them or on the ranks of ``cp``.
 
     Args:
         drawing: where the call will draw random numbers, which are compared too; None if it draws none.
         alone: what :func:`alone_in_training` found on this rank; if any did, every rank raises RefusedError.
+        trains: of :func:`trained_weights`, for a call with gradients: a weight that one rank has frozen after wrap
+            would leave the others to wait for that rank's backward pass.
 
     Checked where groups run on gloo, which needs no device; elsewhere only what is compiled is compared.
     """
-    import torch.distributed as dist
-
-    axis = mesh.axis("tp")
-    if axis.size == 1 or dist.get_backend(group_of(axis)) != "gloo":
-        return
-    facts: dict[str, Any] = {"training": training, "gradients": torch.is_grad_enabled(), "alone": alone}
+    same: dict[str, Any] = {"training": training, "gradients": torch.is_grad_enabled()}
+    if trains:
+        same["trained weights"] = "".join("01"[trained] for _, trained in trains)
+    facts: dict[str, Any] = {**same, "alone": alone}
     for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, torch.Tensor):
             facts[str(name)] = f"{value.dtype} of shape {list(value.shape)}{_values(value)}"
     if drawing is not None:
         facts["random numbers"] = numbers_of(drawing)
+    _compare_call(mesh.axis("tp"), facts, trains)
+    if trains:
+        _compare_call(mesh.axis("cp"), same, trains)
+
+
+def _compare_call(axis: Axis, facts: dict[str, Any], trains: Sequence[tuple[str, bool]]) -> None:
+    import torch.distributed as dist
+
+    if axis.size == 1 or dist.get_backend(group_of(axis)) != "gloo":
+        return
     digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest])
     try:
@@ -273,18 +291,31 @@ def check_call(
     if int(both[0]) == -int(both[1]):
         return
     every = gather_facts(axis, facts)
-    if any(f["alone"] for f in every):
-        raise trains_alone(next(f["alone"] for f in every if f["alone"]))
+    if any(f.get("alone") for f in every):
+        raise trains_alone(next(f["alone"] for f in every if f.get("alone")))
     for rank, other in enumerate(every):
         for key in sorted({*every[0], *other}):
             if every[0].get(key) != other.get(key):
                 if key == "random numbers":
                     raise _other_numbers(rank)
+                if key == "trained weights" and every[0].get(key) and other.get(key):
+                    raise _other_weights(axis, rank, every[0][key], other[key], trains)
                 raise MeshError(
                     f"{key} is {other.get(key)} on rank {rank} of {axis.name} and {every[0].get(key)} on rank 0",
                     where="a call of the model",
                     remedy="give all ranks of tp the same inputs",
                 )
+
+
+def _other_weights(axis: Axis, rank: int, first: str, other: str, trains: Sequence[tuple[str, bool]]) -> MeshError:
+    """The error for flags, one a weight, that are not those of the axis' first rank."""
+    odd = [name for (name, _), a, b in zip(trains, first, other, strict=False) if a != b]
+    which = f"{odd[0]}{f' and {len(odd) - 1} more' if odd[1:] else ''}" if odd else f"{len(other)}, not {len(first)}"
+    return MeshError(
+        f"other weights train on rank {rank} of {axis.name} than on rank 0: {which}",
+        where="a call of the model",
+        remedy="freeze (requires_grad_) the same weights on all ranks, between the same two calls",
+    )
 
 
 def check_alike(mesh: Mesh, model: torch.nn.Module, pipeline: str) -> None:

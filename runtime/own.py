@@ -96,6 +96,12 @@ def alone_in_training(model: torch.nn.Module, recipes: Sequence[Recipe]) -> str:
     return ""
 
 
+def trained_weights(model: torch.nn.Module, recipes: Sequence[Recipe]) -> list[tuple[str, bool]]:
+    """Names of weights and whether they train, without those that one rank alone holds: on all ranks the same."""
+    alone = {t for r in recipes for t, part in zip(r.targets, r.parts, strict=False) if part.dim is None}
+    return [(name, p.requires_grad) for name, p in model.named_parameters() if name not in alone]
+
+
 def make_parameters(model: torch.nn.Module, recipes: Sequence[Recipe]) -> None:
     """Compute every recipe and register its targets: Parameters, or of buffers alone buffers, unsaved. All or none."""
     made: list[tuple[torch.nn.Module, str]] = []

@@ -98,7 +98,8 @@ def _cache(model: torch.nn.Module) -> GraphCache | None:
 def _fill(cache: GraphCache, past: int) -> None:
     """Let every layer hold ``past`` tokens. One token tensor for all, so that one symbol stands for all lengths."""
     token = None
-    for layer in cache.layers:
+    layers: list[Any] = [x for layer in cache.layers for x in (layer, getattr(layer, "indexer", None))]
+    for layer in layers:
         if hasattr(layer, "token"):
             token = make_token(layer.arena, past) if token is None else token
             layer.token = token

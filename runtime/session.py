@@ -16,7 +16,7 @@ from latentscan.ir.capture import forget_compiled, from_dynamo, reason_of, trace
 from latentscan.ir.errors import CaptureError, LatentscanError, RefusedError, VerifyError
 from latentscan.ir.frontends.base import MARK
 from latentscan.ir.frontends.packing import packed_forward
-from latentscan.ir.graph import Graph
+from latentscan.ir.graph import Graph, module_path
 from latentscan.ir.mesh import Mesh
 from latentscan.ir.ops.waiting import is_transport, lost
 from latentscan.lowering.schedule import Scheduled
@@ -27,7 +27,15 @@ from latentscan.runtime.executable import Executable
 from latentscan.runtime.mesh import agree_on_numbers, agree_on_order, agree_on_starts, check_call
 from latentscan.runtime.models import FSDP_FLAG, drop_input_hook, prepare_sharded, refuse_inner_shards
 from latentscan.runtime.options import Options
-from latentscan.runtime.own import TIES, alone_in_training, check_places, get, shrink_tombstones, trains_alone
+from latentscan.runtime.own import (
+    TIES,
+    alone_in_training,
+    check_places,
+    get,
+    shrink_tombstones,
+    trained_weights,
+    trains_alone,
+)
 from latentscan.runtime.plan import ModelPlan
 
 # The recompile limit's error is no TorchDynamoException.
@@ -49,6 +57,8 @@ class TracedGraph:
     executable: Executable | None = field(default=None, repr=False)
     mesh: Mesh | None = field(default=None, repr=False)
     drawing: torch.device | None = None  # where it draws random numbers that all ranks must draw alike
+    draws: dict[str, bool] = field(default_factory=dict)  # modules that draw; whether in evaluation, too
+    trains: Sequence[tuple[str, bool]] = ()  # weights, and whether they train, of a graph with gradients
     collectives: int = 0  # communications of one call, backward pass included
     scheduled: list[Scheduled] = field(default_factory=list)  # what overlap-collectives did, forward and backward
 
@@ -62,10 +72,38 @@ class TracedGraph:
         if self.mesh is not None:
             from latentscan.ir.order import collectives
 
-            self.collectives = agree_on_order(self.mesh, collectives(graph))
+            self.collectives = agree_on_order(self.mesh, collectives(graph), self.trains)
             if any(map(is_random, graph.nodes)) and self.mesh.axis("tp").size > 1:
                 self.drawing = next((w.value.device for w in graph.weights.values()), torch.device("cpu"))
                 agree_on_numbers(self.mesh, self.drawing)
+
+    def may_draw(self, model: torch.nn.Module) -> bool:
+        """Whether a call in the model's present mode may draw random numbers as this graph does."""
+        return self.drawing is not None and any(
+            always or _draws(_module(model, path)) for path, always in self.draws.items()
+        )
+
+
+def _module(model: torch.nn.Module, path: str) -> torch.nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _draws(module: torch.nn.Module | None) -> bool:
+    """Whether a module that has drawn random numbers may do so again in its present mode; True if it is not known."""
+    if module is None:
+        return True
+    dropout = torch.nn.modules.dropout._DropoutNd
+    return module.training and not (isinstance(module, dropout) and module.p == 0)
+
+
+def drawing_modules(graph: Graph, model: torch.nn.Module) -> dict[str, bool]:
+    """Paths of the modules that draw random numbers in a graph of the model in its present mode -> whether they draw
+    in evaluation, too."""
+    paths = {module_path(n) for n in graph.nodes if is_random(n)}
+    return {path: not _draws(_module(model, path)) for path in sorted(paths)}
 
 
 class Session:
@@ -119,11 +157,17 @@ class Session:
             for other in getattr(self.model, TIES, {}).get(path, ()):
                 graph.rename_weight(other, path)
         inputs = list(graph.inputs)
+        draws = {
+            path: not _draws(_module(self.model, path)) for path in map(module_path, filter(is_random, graph.nodes))
+        }
         context = Context(facts=self.plan.facts, own_parameters=True, required=self.plan.required, mesh=self.mesh)
         training, cached = graph.training, is_cached(graph)
         program = run(graph, self.passes, context, strict=False)
         self._check_released(program)
         traced = TracedGraph(training, cached, program.records, mesh=self.mesh)
+        if self.mesh is not None:
+            traced.draws = draws
+            traced.trains = trained_weights(self.model, self.plan.recipes) if training else ()
         traced.executable = Executable(
             program, inputs, self.options, self.weights, traced.note, traced.scheduled.append,
             agree=partial(agree_on_starts, self.mesh) if self.mesh is not None and not self.silent else None,
@@ -197,12 +241,11 @@ class Session:
         if getattr(self.model, FSDP_FLAG, False):
             prepare_sharded(self.model)
         if self.mesh is not None:
-            training = self.model.training
-            drawing = next((g.drawing for g in self.graphs if g.drawing is not None), None)
-            if drawing is not None and not training and not any(m.training for m in self.model.modules()):
-                drawing = None
-            alone = alone_in_training(self.model, self.plan.recipes) if torch.is_grad_enabled() else ""
-            check_call(self.mesh, args, kwargs, training, drawing, alone)
+            model, recipes, gradients = self.model, self.plan.recipes, torch.is_grad_enabled()
+            drawing = next((g.drawing for g in self.graphs if g.may_draw(model)), None)
+            alone = alone_in_training(model, recipes) if gradients else ""
+            trains = trained_weights(model, recipes) if gradients else ()
+            check_call(self.mesh, args, kwargs, model.training, drawing, alone, trains)
             if alone:
                 raise trains_alone(alone)
         limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 4 * RECOMPILE_LIMIT}

@@ -10,7 +10,7 @@ import torch
 
 from latentscan import __version__
 from latentscan.ir.cost import Kind, Values, cache_bytes_per_token, cost_by_kind, peak_bytes
-from latentscan.ir.errors import PipelineError
+from latentscan.ir.errors import PipelineError, VerifyError
 from latentscan.ir.graph import Graph
 from latentscan.ir.kept import training_bytes
 from latentscan.ir.mesh import Mesh, parse_mesh
@@ -31,7 +31,7 @@ from latentscan.runtime.own import get
 from latentscan.runtime.phases import Phase, Traced, traced_phases, values_of
 from latentscan.runtime.plan import ModelPlan
 from latentscan.runtime.source import Source
-from latentscan.runtime.wrap import plan_of
+from latentscan.runtime.wrap import plan_of, planning_graph
 from latentscan.tools.break_even import exchange_plan, sequence_ranks, shard_length
 from latentscan.tools.fold import fold
 from latentscan.tools.plan_mesh import mesh_plan, rate
@@ -76,7 +76,8 @@ def plan(
         nodes and kinds of nodes; with a sequence split over ranks, "after" is one rank's, tokens_a_rank what it
         computes, and "exchange" what it sends for each kind of layer, one way, beside an all-to-all on heads and
         recomputation, with the formulas.
-        "errors": passes that find nothing, as ``wrap`` would raise them.
+        "errors": passes that find nothing, as ``wrap`` would raise them; and of a training step on a mesh what its
+        first call would raise, where it cannot be split as ``wrap`` decides.
 
     Raises:
         PipelineError, RefusedError, CheckpointError, CaptureError: bad input. A pass that finds no site is no error
@@ -94,7 +95,11 @@ def plan(
     step("tracing")
     traced = traced_phases(model, batch=batch, seq=seq, train=train)
     untouched = None if planned is None else [(t, t.graph.copy()) for t in traced]
-    parts = [_run(model, item, passes, step, planned) for item in traced]
+    decided = None
+    if planned is not None and train:
+        step("deciding as wrap does")
+        decided = _decided(model, passes, planned)
+    parts = [_run(model, item, passes, step, planned, decided) for item in traced]
     records = _merged([p["records"] for p in parts])
     step("summing up")
     weights, by_pass = _weights(model, parts[0]["program"], to_text(passes))
@@ -153,6 +158,14 @@ def plan(
     return result
 
 
+def _decided(model: torch.nn.Module, passes: tuple[Pass, ...], mesh: Mesh) -> ModelPlan:
+    """What wrap decides, on a graph of evaluation, and a training step has to do alike on every rank."""
+    graph = planning_graph(model, cached=not any(p.name in SEQUENCE for p in passes))
+    return plan_of(
+        run(graph, passes, Context(own_parameters=True, meta=True, mesh=mesh), strict=False), to_text(passes)
+    )
+
+
 def _rests(current: Pass, record: PassRecord) -> bool:
     """Whether a pass that finds nothing in a training step may find something in evaluation, where wrap decides."""
     if record.refusals:
@@ -188,9 +201,14 @@ def _rule(item: Site | Refusal) -> str:
 
 
 def _run(
-    model: torch.nn.Module, traced: Traced, passes: tuple[Pass, ...], step: Callable[[str], None], mesh: Mesh | None
-) -> dict[str, Any]:
-    """One traced graph before and after the pipeline."""
+    model: torch.nn.Module, traced: Traced, passes: tuple[Pass, ...], step: Callable[[str], None], mesh: Mesh | None,
+    decided: ModelPlan | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """One traced graph before and after the pipeline.
+
+    Args:
+        decided: what the graph has to agree with; if it cannot, "errors" says so and the rest is of the graph alone.
+    """
     graph = traced.graph
     per_token = cache_bytes_per_token(graph)
     values = {phase: values_of(graph, phase) for phase in traced.phases}
@@ -202,9 +220,22 @@ def _run(
             "tokens": phase.tokens, "past": phase.past, "before": _figures(graph, costs, phase, values[phase])
         }  # fmt: skip
     hooks = Hooks(before=lambda index, current, graph, record: step(current.name))
-    program = run(graph, passes, Context(own_parameters=True, meta=True, mesh=mesh), strict=False, hooks=hooks)
+    context = Context(own_parameters=True, meta=True, mesh=mesh)
     train = traced.phases[0].name == "train"
-    finished = {phase: _form(program, values[phase]) for phase in traced.phases}
+
+    def finish(graph: Graph, context: Context) -> tuple[Program, dict[Phase, Program]]:
+        program = run(graph, passes, context, strict=False, hooks=hooks)
+        return program, {phase: _form(program, values[phase]) for phase in traced.phases}
+
+    unlike: VerifyError | None = None
+    try:
+        alike = replace(context, facts=decided.facts, required=decided.required) if decided is not None else context
+        program, finished = finish(graph.copy() if decided is not None else graph, alike)
+    except VerifyError as error:
+        if decided is None:
+            raise
+        unlike = error
+        program, finished = finish(graph, context)
     counted: dict[int, dict[str, Kind]] = {}
     for phase, end in finished.items():
         assert end.graph is not None
@@ -231,6 +262,10 @@ def _run(
         for p, r in zip(passes, last.records, strict=True)
         if not r.sites and not p.may_be_empty and not (train and _rests(p, r))
     ]
+    if unlike is not None:
+        place, _, what = str(unlike.where).partition(" at ")
+        message = f"the first step would raise: {what}: {unlike.what}" if what else unlike.what
+        errors.append({"pass": place, "message": message, "remedy": unlike.remedy})
     return {
         "program": program, "records": last.records, "phases": phases, "errors": errors,
         "cache": (per_token, cache_bytes_per_token(last.graph)),

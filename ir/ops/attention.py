@@ -468,4 +468,5 @@ CAUSAL_MASK = define(
     fake=_causal_mask_fake,
     cost=_causal_mask_cost,
     axes={"padding": ("batch", "keys"), "out": ("batch", "one", "seq", "keys")},
+    constant=True,  # `like` tells dtype and device alone
 )

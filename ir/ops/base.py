@@ -70,6 +70,7 @@ def define(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     tags: Sequence[torch.Tag] = (),
+    constant: bool = False,
 ) -> OpInfo:
     """Declare one canonical op ``latentscan::<schema>``.
 
@@ -80,6 +81,8 @@ def define(
         cost: the same signature; see :class:`OpInfo`.
         backward, setup_context: as for ``torch.library.register_autograd``. ``backward`` must itself call a canonical
             op (``<name>_backward``): autograd inside an op's implementation does not work.
+        constant: the result depends on no value that could take a gradient (a mask), whatever it is given: without
+            this, torch gives it a history, asks for its gradient, and warns when it gets there.
 
     Returns:
         The op's :class:`OpInfo`, also found under ``REGISTRY[info.op]``.
@@ -91,6 +94,8 @@ def define(
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=_LIBRARY)
+    if constant or (name.endswith("_backward") and backward is None):  # a backward's reference is differentiable itself
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     info = OpInfo(name, overload, reference, cost, axes or {}, autocast, backward is not None)
     if autocast == "cast":

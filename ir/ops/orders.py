@@ -33,3 +33,19 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *grads)
 
     return run
+
+
+def first_order_op(name: str, library: torch.library.Library) -> None:
+    """Refuse gradients of a kernel's backward op, ``namespace::name``: nothing of what it computes is recorded.
+
+    Without this torch warns and goes on without them, and gradients of gradients lack a part.
+    """
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise RefusedError(
+            "gradients of gradients (create_graph=True) are asked for, and a kernel's backward has none",
+            where=name,
+            remedy="use target=reference and inductor=False",
+        )
+
+    torch.library.register_autograd(name, refuse, lib=library)

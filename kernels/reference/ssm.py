@@ -315,7 +315,7 @@ def _scan_gradients(k: _Chunks, entering: Tensor, dout: Tensor, dfinal: Tensor) 
     # Chunk state: sum over s of exp(cum_q - cum_s) u_s B_sᵀ, and the decay of the entering state.
     to_end = k.to_end()[..., None]
     from_adjoint = to_end * (B @ leaving.mT)
-    du = from_adjoint
+    du = from_adjoint.clone()  # added to below, and the gradients of this function need it as it is
     dB = ((u * to_end) @ leaving).sum(3)
     pull = (u * from_adjoint).sum(-1)
     dcum = dcum - pull

@@ -18,6 +18,8 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
         sample B L                      six tokens drawn by each rank for itself
         recompute, keep                 gradient checkpointing on, off
         clip                            the next steps clip to a norm of 0.1
+        still                           every module but the model itself to evaluation
+        freeze                          rank 1 alone freezes the weights of the first norm
 
 The result has for each model a list of [action, distance]: of losses, of every gradient, of logits, of tokens.
 """
@@ -94,6 +96,13 @@ class Pair:
                 m.gradient_checkpointing_enable() if what == "recompute" else m.gradient_checkpointing_disable()
         elif what == "clip":
             self.norm = 0.1
+        elif what == "still":
+            for module in (m for model in self.both for m in model.modules() if m is not model):
+                module.eval()
+        elif what == "freeze":
+            names = [n for n, _ in self.model.named_parameters() if "norm" in n]
+            if dist.get_rank() == 1:
+                self.model.get_parameter(names[0]).requires_grad_(False)
         elif what == "embeds":
             return self.embeds(batch, length, seed)
         elif what == "grad":

@@ -108,6 +108,32 @@ def test_dropout_of_what_all_ranks_hold_is_that_of_one_process_or_an_error(tmp_p
 
 
 @pytest.mark.slow
+def test_ranks_may_draw_apart_where_nothing_is_dropped(tmp_path):
+    """The model trains and every module with a dropout is in evaluation, after steps that dropped; in training again
+    the same ranks are told."""
+    script = [["step", 2, 13], ["still"], ["step", 2, 13], ["step", 2, 9], ["loss", 2, 5], ["step", 2, 13]]
+    cases = [
+        {"models": [{"family": "opt"}], "pipeline": PARALLEL, "apart": 2, "script": n} for n in (script[:4], script)
+    ]
+    still, again = go(2, cases, tmp_path)
+    check(still)
+    for found in again:
+        assert (found["error"], found["at"]) == ("MeshError", "step 2 13")
+        assert len(found["done"][0]) == 5 and "other random numbers" in found["text"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_alone_freezes_weights_after_wrap_is_told(tmp_path):
+    """Before the first step and after one; the others would wait for its backward pass until the time-out."""
+    scripts = [["freeze"], ["step", 2, 13]], [["step", 2, 13], ["freeze"], ["step", 2, 13]]
+    cases = [{"models": [{"family": "llama"}], "pipeline": SEQUENCE, "script": s} for s in scripts]
+    for ranks in go(2, cases, tmp_path):
+        for found in ranks:
+            assert (found["error"], found["at"]) == ("MeshError", "step 2 13")
+            assert "other weights train on rank 1 of tp than on rank 0: model.layers.0.input_layernorm" in found["text"]
+
+
+@pytest.mark.slow
 def test_biases_that_train_alone(tmp_path):
     """All of them, or those of sums over the ranks; frozen after wrap, every rank says so."""
     gpt2: dict[str, Any] = {"models": [{"family": "gpt2", "overrides": {"attn_pdrop": 0.0}}], "pipeline": PARALLEL}

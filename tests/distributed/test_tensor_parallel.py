@@ -83,6 +83,22 @@ def test_five_steps_of_training_equal_one_process(world, families, sequence, tmp
 
 
 @pytest.mark.slow
+def test_an_activation_with_a_backward_of_its_own_trains(tmp_path):
+    """Bloom's. (Its attention is written out, and gives a query of padding, whose loss counts, other numbers.)"""
+    cases: list[dict[str, Any]] = [
+        {"family": "bloom", "padding": False, "steps": 3},
+        {"family": "bloom", "padding": False, "pipeline": "tensor-parallel,sequence-parallel"},
+        {"family": "bloom", "padding": False, "recompute": True},
+        {"family": "bloom", "padding": False, "drop": 1},
+    ]
+    *found, dropped = launch(2, cases, tmp_path)
+    for ranks in found:
+        check(ranks, steps=len(ranks[0]["losses"]))
+        assert "transformer.h.0.mlp" in ranks[0]["sites"]
+    assert min(max(r["gradients"]) for r in dropped) > 100 * TOLERANCE
+
+
+@pytest.mark.slow
 def test_embedded_inputs_go_through_a_tied_head(tmp_path):
     """Without a lookup the graph knows the tied weight by the head's name alone."""
     tied = {"family": "llama", "overrides": {"tie_word_embeddings": True}, "do": ["embeds"]}

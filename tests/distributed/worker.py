@@ -9,6 +9,7 @@ Arguments: rank, world size, rendezvous file, result file, and a JSON list of ca
     base                what the one process is wrapped with, the first passes of pipeline; calibrated alike
     recompute           gradient checkpointing in both
     steps               optimiser steps (default 1)
+    padding             False: no batch has any
     against             another pipeline on the same mesh, whose weights after the steps must be the same bits
     drop                leave out the collective of this number in the training graph (sabotage)
     whole               sabotage: parts of weights are cut from whole ones
@@ -221,7 +222,8 @@ def compare(case: dict[str, Any], model: torch.nn.Module, one: torch.nn.Module) 
     losses, gradients = [], []
     for step in range(case.get("steps", 1)):
         ids = tokens(3, 9, step)
-        batch = ragged(2, 13 + step) if step % 2 == 0 else {"input_ids": ids, "labels": ids}
+        padded = step % 2 == 0 and case.get("padding", True)
+        batch = ragged(2, 13 + step) if padded else {"input_ids": ids, "labels": ids}
         found = [m(**batch, use_cache=False).loss for m in (model, one)]
         for loss, optimizer in zip(found, optimizers, strict=True):
             optimizer.zero_grad()

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from latentscan.ir.errors import KernelError
 from latentscan.ir.ops import attention as ops
@@ -83,6 +84,43 @@ def test_opcheck_backward_and_mask():
     for additive in (False, True):
         torch.library.opcheck(causal_mask.default, (grad, PADDING, 2, 3, 5, 2), {"additive": additive})
     assert not ops.CAUSAL_MASK.differentiable
+
+
+class Asked(TorchDispatchMode):
+    """What each ``attention_backward`` is asked for: ``mask_grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is ops.ATTENTION_BACKWARD.op:
+            self.found.append(bool((kwargs or {}).get("mask_grad")))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_mask_that_is_made_has_no_gradient_and_none_is_computed(backend):
+    """It is made with the hidden states' dtype; its gradient would be [B, 1, S, T] in each layer, for nobody."""
+
+    def loss(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        mask = causal_mask(x, PADDING, 2, 5, 5, None, additive=True)
+        mask = mask if bias is None else mask + bias
+        return attention(x, x, x, mask, kind="full", scale=0.3).sum()
+
+    run = loss if backend is None else torch.compile(loss, backend=backend, fullgraph=True)
+    x = randn(2, 3, 5, 8)
+    out = run(x)
+    with Asked() as asked:
+        out.backward()
+    assert asked.found == [False]
+    assert not causal_mask(x, PADDING, 2, 5, 5, None, additive=True).requires_grad
+    bias = randn(5)  # sabotage: one that takes gradients
+    out = run(x, bias)
+    with Asked() as asked:
+        out.backward()
+    assert asked.found == [True]
+    assert bias.grad is not None
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved", "interleaved-to-half"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import types
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from latentscan.ir import capture as capturing
 from latentscan.ir.capture import capture, forget_compiled, source_name, trace_settings, with_own_code
 from latentscan.ir.errors import CaptureError
 from latentscan.ir.frontends import base, register_all
@@ -239,6 +241,37 @@ def test_warnings_of_the_library_do_not_break_the_graph():
             return x + 1
 
     assert capture(Warns(), inputs={"x": torch.ones(2, 3)}).nodes
+
+
+class Picks(nn.Module):
+    """Indices that are written as lists, as Falcon's fused projection has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.linear(x)
+        return heads[..., [-2]] + heads[..., [0, 2]].sum(-1, keepdim=True)
+
+
+def test_indices_written_as_lists_are_traced_on_the_meta_device(monkeypatch):
+    """There torch makes a plain meta tensor of such a list, which a fake mode takes for a leak."""
+    from torch._subclasses.fake_tensor import fake_tensor_tls as state
+
+    given = {"x": torch.ones(2, 3, 4, device="meta")}
+    graph = capture(Picks().to("meta"), inputs=given)
+    verify_all(graph)
+    output = next(n for n in graph.nodes if n.op == "output")
+    assert [tuple(graph.shape(n)[2:]) for n in output.all_input_nodes] == [(1,)]
+    with capturing._plain_indices(Picks()):  # where something real could leak the check stays
+        assert state.allow_non_fake_inputs_override is None
+    with pytest.raises(ZeroDivisionError), capturing._plain_indices(Picks().to("meta")):
+        1 / (state.allow_non_fake_inputs_override is not True)
+    assert state.allow_non_fake_inputs_override is None
+    monkeypatch.setattr(capturing, "_plain_indices", lambda model: contextlib.nullcontext())
+    with pytest.raises(CaptureError, match="convert all Tensors to FakeTensors"):  # sabotage
+        capture(Picks().to("meta"), inputs=given)
 
 
 def test_settings_hold_for_our_traces_only():

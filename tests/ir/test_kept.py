@@ -53,10 +53,48 @@ def rotated(make: Building) -> fx.Node:
     return make.call(ROPE.op, heads(make, "q", DK), cos, sin, layout="half")
 
 
+def tabled(make: Building) -> fx.Node:
+    """A product with a table, which takes no gradient: the other factor is not kept."""
+    x = hidden(make)
+    table = make.method("cos", make.call(torch.arange, D, dtype=torch.float64))
+    return make.call(mul, x, make.method("exp", table))
+
+
+def turned(make: Building) -> fx.Node:
+    """Rotated as complex numbers: the angles are kept alone, and what is turned is a view."""
+    pairs = make.method("unflatten", hidden(make), -1, (D // 2, 2))
+    angles = make.call(torch.polar, *(make.call(torch.ones, D // 2, dtype=torch.float64) for _ in range(2)))
+    return make.call(torch.view_as_real, make.call(mul, make.call(torch.view_as_complex, pairs), angles))
+
+
+def normed(make: Building) -> fx.Node:
+    weights = [make.weight(n, torch.randn(D, dtype=torch.float64)) for n in ("w", "b")]
+    return make.call(F.layer_norm, hidden(make), (D,), *weights, 1e-5)
+
+
+def dropping(make: Building, p: float) -> fx.Node:
+    q, k, v = (heads(make, n, DK) for n in "qkv")
+    return make.call(F.scaled_dot_product_attention, q, k, v, dropout_p=p, is_causal=True)
+
+
+def capped(make: Building, kind: str) -> fx.Node:
+    q, k, v = (heads(make, n, DK) for n in "qkv")
+    return make.call(ATTENTION, q, k, v, kind=kind, scale=0.4, softcap=5.0)
+
+
+def masked(make: Building, heads_of_mask: int) -> fx.Node:
+    q, k, v = (heads(make, n, DK) for n in "qkv")
+    mask = make.method("detach", make.method("neg", make.input("mask", "b", heads_of_mask, "s", "s")))
+    return make.call(ATTENTION, q, k, v, mask, kind="causal", scale=0.4)
+
+
 CALLS: dict[str, Callable[[Building], fx.Node]] = {
     "linear": lambda m: m.call(F.linear, hidden(m), m.weight("w", torch.randn(3, D, dtype=torch.float64))),
     "product": lambda m: m.call(mul, hidden(m), hidden(m, "y")),
     "product with a number": lambda m: m.call(mul, hidden(m), 2.0),
+    "product with a table": tabled,
+    "complex rotation": turned,
+    "layer norm": normed,
     "quotient": lambda m: m.call(truediv, hidden(m), 3.0),
     "sum": lambda m: m.call(add, hidden(m), hidden(m, "y")),
     "square": lambda m: m.method("pow", hidden(m), 2),
@@ -65,12 +103,23 @@ CALLS: dict[str, Callable[[Building], fx.Node]] = {
     "silu": lambda m: m.call(F.silu, hidden(m)),
     "sigmoid": lambda m: m.call(torch.sigmoid, hidden(m)),
     "softmax": lambda m: m.call(F.softmax, hidden(m), -1),
+    "dropout": lambda m: m.call(F.dropout, hidden(m), 0.5, True),
+    "dropout of nothing": lambda m: m.call(F.dropout, hidden(m), 0.0, True),
+    "dropout in evaluation": lambda m: m.call(F.dropout, hidden(m), 0.5, False),
+    "layer norm without weights": lambda m: m.call(F.layer_norm, hidden(m), (D,)),
+    "masked fill": lambda m: m.method("masked_fill", hidden(m), m.method("gt", hidden(m, "y"), 0), 0.0),
+    "stack": lambda m: m.call(torch.stack, [hidden(m), hidden(m, "y")], -1),
     "cat": lambda m: m.call(torch.cat, [hidden(m), hidden(m, "y")], -1),
     "pad": lambda m: m.call(F.pad, hidden(m), [0, 2]),
     "rope": rotated,
     "attention": attended,
     "attention of one head dim": lambda m: attended(m, v=DK),
     "attention of grouped heads": grouped,
+    "attention that drops": lambda m: dropping(m, 0.5),
+    "attention with a softcap": lambda m: capped(m, "full"),
+    "causal attention with a softcap": lambda m: capped(m, "causal"),
+    "attention under a mask": lambda m: masked(m, 1),
+    "attention under a mask for each head": lambda m: masked(m, H),
     "latent attention": latent,
 }
 

@@ -18,8 +18,10 @@ from latentscan.ir.tokens import follow_tokens
 from latentscan.lowering import overlap
 from latentscan.lowering.schedule import is_start, place_of, waits_of
 from latentscan.passes.base import Context
+from latentscan.passes.context_parallel import whole_graph
 from latentscan.passes.pipeline import parse, run
 from latentscan.runtime.batch import IGNORED, split_batch
+from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.wrap import planning_graph
 from latentscan.tests.models import build
 
@@ -476,3 +478,120 @@ def test_what_cannot_be_shared_evenly_says_what_to_do():
         split_batch({"input_ids": ids}, "cp=2")
     with pytest.raises(MeshError, match="shard of 2 tokens is shorter than the 3"):
         exchange.last_tokens(torch.zeros(1, 2, 4), 3, "cp")
+
+
+class Writing(nn.Module):
+    """One layer, and what is written in place."""
+
+    def __init__(self, write) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(4, 4), write
+        self.register_buffer("held", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor):
+        return self.write(self.layer(x), self)
+
+
+def into_new(y, model):
+    t = torch.empty_like(y)
+    t.copy_(y)
+    return t * 2
+
+
+def into_wider(y, model):
+    t = torch.zeros(y.shape, dtype=torch.float64)
+    t.copy_(y)
+    return t * 2
+
+
+def by_index(y, model):
+    t = torch.zeros_like(y)
+    t[:] = y
+    return t * 2
+
+
+def a_feature(y, model):
+    t = y.clone()
+    t[..., 0] = 1.0
+    return t * 2
+
+
+def by_mask(y, model):
+    t = y.clone()
+    t[y > 0] = 0.0
+    return t * 2
+
+
+def into_buffer(y, model):
+    model.held.copy_(y.detach().sum((0, 1)))
+    return y * 2
+
+
+def into_result(y, model):
+    t = torch.empty_like(y)
+    t.copy_(y)
+    return y * 2, t
+
+
+def first_token(y, model):
+    t = y.clone()
+    t[:, 0] = 1.0
+    return t * 2
+
+
+def first_token_copied(y, model):
+    t = y.clone()
+    t[:, 0].copy_(torch.ones(4))
+    return t * 2
+
+
+def every_second(y, model):
+    t = y.clone()
+    t[:, ::2] = 0.0
+    return t * 2
+
+
+def across(y, model):
+    t = torch.zeros(y.shape[0], y.shape[1], y.shape[1])
+    t[:] = y.sum(-1)[:, None]
+    return t * 2
+
+
+def by_number(y, model):
+    t = y.clone()
+    t[:, y[0, :2, 0].long()] = 1.0
+    return t * 2
+
+
+def new_and_counted(y, model):
+    t = torch.zeros(y.shape[1])
+    t[0] = 1.0
+    return y * t[None, :, None]
+
+
+WRITES = {
+    into_new: None, into_wider: None, by_index: None, a_feature: None, by_mask: None,
+    into_buffer: "cached", into_result: "cached",
+    first_token: "tokens-moved", first_token_copied: "tokens-moved", every_second: "tokens-moved",
+    across: "tokens-moved", by_number: "tokens-moved", new_and_counted: "tokens-moved",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
+def test_what_is_written_in_place_is_no_cache_and_must_be_of_every_token(write):
+    """A cache is memory that the graph was given or gives back. ``x[:, 0] = 1`` on every rank would be another's."""
+    graph = capture(Writing(write).train(), inputs={"x": torch.randn(2, 6, 4)}, training=True)
+    found = [r.rule for r in whole_graph(graph, Context(pipeline=("ulysses",)))]
+    assert found[:1] == [WRITES[write]] if WRITES[write] else found == []
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_states_of_a_cache_are_still_seen(filled):
+    """New ones, which the graph gives back, and filled ones, which it was given."""
+    model, ids = build("mamba2", num_hidden_layers=1).eval(), torch.ones(2, 6, dtype=torch.long)
+    words = {"use_cache": True, cache_argument(model): GraphCache.for_model(model)}
+    with torch.no_grad():
+        if filled:
+            model(input_ids=ids, **words)
+        graph = capture(model, inputs={"input_ids": ids[:, :1] if filled else ids, **words})
+    assert [r.rule for r in whole_graph(graph, Context(pipeline=("mamba-context-parallel",)))] == ["cached"]

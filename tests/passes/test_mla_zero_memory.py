@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import operator
 from typing import Any
 
 import pytest
 import torch
 
-from latentscan.ir.block import Activations, every_attention
+from latentscan.ir.block import Activations, block_between, every_attention
 from latentscan.ir.capture import capture
 from latentscan.ir.graph import REGION, Graph, module_path
 from latentscan.ir.layout import linear_of
@@ -55,12 +56,44 @@ def test_rotary_tables_are_inputs_of_the_recomputed_call():
     assert graph.shape(block.input)[-1] == 64
 
 
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "bloom"])
+def test_a_fused_projection_belongs_to_the_block(family):
+    """Query, key and value descend from its result, three times as wide as what it was made of, or several values."""
+    graph = training_graph(family)
+    attention = every_attention(graph)[0]
+    block = Activations(graph).block(attention)
+    assert graph.shape(block.input)[-1] == 64
+    (fused,) = [n for n in block.nodes if linear_of(graph, n) is not None]
+    assert module_path(fused).rpartition(".")[2] in ("qkv_proj", "c_attn", "query_key_value")
+    nothing = block_between(graph, fused, attention)  # sabotage: from the projection's result on
+    assert nothing.nodes == tuple(n for n in block.nodes if n in nothing.nodes) != block.nodes
+    assert not any(linear_of(graph, n) for n in nothing.nodes)
+
+
+def test_several_values_are_no_input():
+    """A fused projection that is no plain linear map: the block starts at a tensor all the same."""
+    graph = training_graph("gpt2")
+    attention = every_attention(graph)[0]
+    split = next(n for n in graph.nodes if "split" in (n.target, getattr(n.target, "__name__", "")))
+    assert isinstance(graph.value(split), tuple | list)
+    with graph.before(split, "test"):
+        doubled = graph.call(operator.mul, split.args[0], 2.0)
+    split.replace_input_with(split.args[0], doubled)
+    assert Activations(graph).block(attention).input is doubled
+
+
 @pytest.mark.parametrize(
     "family",
-    ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v2", "minicpm3", "gpt_neox", "gemma2"))],
+    [
+        "llama",
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in ("deepseek_v2", "minicpm3", "gpt_neox", "gemma2", "bloom", "falcon", "gpt2", "phi3")
+        ),
+    ],
 )
 def test_any_familys_block_is_recomputed_and_frees_what_it_says(family):
-    eager = build(family, **(DENSE if "deepseek" in family else {})).train()
+    eager = build(family, **(DENSE if "deepseek" in family else NO_DROPOUT.get(family, {}))).train()
     plain, model = wrap(copy.deepcopy(eager)), wrap(copy.deepcopy(eager), "mla-zero-memory")
     inputs = ragged(2, 21) | {"use_cache": False}
     before, after = kept_bytes(plain, **inputs), kept_bytes(model, **inputs)
@@ -150,4 +183,3 @@ def test_the_option_is_checked():
 
     with pytest.raises(PipelineError, match="until='input' is not one of output, attention"):
         parse("mla-zero-memory{until=input}")
-    assert NO_DROPOUT  # the families above draw nothing at random

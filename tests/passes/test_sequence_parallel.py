@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
 from latentscan.ir.capture import capture
 from latentscan.ir.errors import PipelineError
-from latentscan.ir.graph import Graph
+from latentscan.ir.graph import Graph, written_by
 from latentscan.ir.mesh import parse_mesh
 from latentscan.ir.ops import sequence
 from latentscan.ir.order import check_order, collectives
-from latentscan.passes.base import Context
+from latentscan.passes import sequence_parallel
+from latentscan.passes.base import Context, Refusal
 from latentscan.passes.pipeline import Program, parse, run
 from latentscan.passes.sequence_parallel import stream
 from latentscan.runtime.phases import traced_phases
@@ -22,8 +25,8 @@ from latentscan.tests.models import build
 BOTH = "tensor-parallel,sequence-parallel"
 
 
-def on_rank(graph: Graph, size: int, rank: int) -> Program:
-    return run(graph.copy(), parse(BOTH), Context(mesh=parse_mesh(f"tp={size}").at(tp=rank), own_parameters=True))
+def on_rank(graph: Graph, size: int, rank: int, pipeline: str = BOTH) -> Program:
+    return run(graph.copy(), parse(pipeline), Context(mesh=parse_mesh(f"tp={size}").at(tp=rank), own_parameters=True))
 
 
 def test_regions_gather_what_comes_in_and_scatter_what_goes_out():
@@ -107,3 +110,51 @@ def test_lengths_that_the_ranks_do_not_divide_are_filled_up_with_zeros(length, s
     joined = torch.cat(parts)
     assert torch.equal(joined[:length], x)
     assert not joined[length:].any()
+
+
+class Written(torch.nn.Module):
+    """Between two regions some of a value is written in place."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.write, self.table = write, torch.nn.Embedding(16, 8)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.GELU(), torch.nn.Linear(12, 8)) for _ in range(2)
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.table(input_ids)) + 1
+        self.write(x)
+        return self.layers[1](x * 2) + x
+
+
+def _one_place(x: torch.Tensor) -> None:
+    x[:, 0] = 1.0
+
+
+def _one_feature(x: torch.Tensor) -> None:
+    x[..., 0].zero_()
+
+
+def _nothing(x: torch.Tensor) -> None:
+    pass
+
+
+@pytest.mark.parametrize("write", [_nothing, _one_place, _one_feature])
+def test_a_value_that_is_written_in_place_stays_whole(write, monkeypatch):
+    """Its own tokens would stay unwritten: what writes would get a copy of all tokens."""
+    graph = capture(Written(write).train(), inputs={"input_ids": torch.ones(2, 6, dtype=torch.long)}, training=True)
+
+    def lost() -> bool:
+        made = on_rank(graph, 2, 0).graph
+        writers = [w for w in map(written_by, made.nodes) if w is not None]
+        while any(w.target is operator.getitem for w in writers):
+            writers = [w.args[0] if w.target is operator.getitem else w for w in writers]
+        return any(w.target is sequence.unshard_tokens and len(w.users) == 1 for w in writers)
+
+    assert not lost()
+    found = stream(on_rank(graph, 2, 0, "tensor-parallel").graph)  # type: ignore[arg-type]
+    assert not isinstance(found, Refusal)
+    assert ("x" in {n.name for n in found[0]}) == (write is _nothing)
+    monkeypatch.setattr(sequence_parallel, "written_by", lambda node: None)  # sabotage
+    assert lost() == (write is not _nothing)

@@ -10,10 +10,12 @@ import torch
 
 from latentscan.ir.capture import capture
 from latentscan.ir.errors import MeshError, PipelineError, VerifyError
+from latentscan.ir.functions import ElementwiseFunction
 from latentscan.ir.graph import Graph
 from latentscan.ir.mesh import parse_mesh
 from latentscan.ir.ops.collectives import reduce_from
 from latentscan.ir.order import check_order, collectives, ranks_to_try
+from latentscan.ir.verify import verify_all
 from latentscan.passes import sharding
 from latentscan.passes.base import Context
 from latentscan.passes.pipeline import Program, facts_of, parse, run
@@ -270,11 +272,76 @@ def test_a_refused_dropout_says_what_to_set():
     assert caught.value.remedy.startswith("set this dropout to 0")
 
 
+class _Centred(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 1.0
+
+
+class _CentredInTraining(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Centred.apply(x) if self.training else x
+
+
 def test_a_refusal_of_a_part_of_what_was_planned_is_the_reason():
-    """Bloom's activation is an autograd function in training only."""
+    """An activation that is an autograd function across features, in training only."""
     model = build("bloom", num_hidden_layers=1)
+    model.transformer.h[0].mlp.gelu_impl = _CentredInTraining()
     facts = facts_of(on_rank(capture(model.eval()), "tp=2", 0).records)
     needed = frozenset({("tensor-parallel", "transformer.h.0.mlp")})
     context = Context(mesh=parse_mesh("tp=2").at(tp=0), own_parameters=True, facts=facts, required=needed)
     with pytest.raises(VerifyError, match=r"cannot be rewritten as planned: .*autograd_function_apply"):
         run(capture(model.train(), training=True), parse("tensor-parallel"), context)
+
+
+def test_an_activation_with_a_backward_of_its_own_is_split_in_training_as_in_evaluation():
+    """Bloom's GELU is an autograd function in training only."""
+    model = build("bloom", num_hidden_layers=1)
+    sites = []
+    for training in (False, True):
+        program = on_rank(capture(model.train(training), training=training), "tp=3", 2, "tensor-parallel")
+        sites.append([(s.module, s.rule, s.facts) for s in program.records[0].sites])
+        verify_all(program.graph)
+    assert sites[0] == sites[1]
+    (gelu,) = [n for n in program.graph.nodes if isinstance(n.target, ElementwiseFunction)]
+    assert program.graph.shape(gelu)[2] == 4 * 64 // 3
+
+
+class Twice(torch.nn.Module):
+    """Two regions read one value; between them it may be written."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.write = write
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.GELU(), torch.nn.Linear(12, 8)) for _ in range(2)
+        )
+        self.table = torch.nn.Embedding(16, 8)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids) * 2
+        first = self.layers[0](x)
+        if self.write is not None:
+            self.write(x)
+        return first + self.layers[1](x)
+
+
+def _one_place(x: torch.Tensor) -> None:
+    x[:, 0] = 1.0
+
+
+def _one_feature(x: torch.Tensor) -> None:
+    x[..., 0].zero_()
+
+
+@pytest.mark.parametrize("write", [None, _one_place, _one_feature])
+def test_a_value_that_is_written_after_a_region_has_read_it_is_not_copied_once_for_all(write):
+    graph = capture(Twice(write).train(), inputs={"input_ids": torch.ones(2, 6, dtype=torch.long)}, training=True)
+    record = on_rank(graph, "tp=2", 0, "tensor-parallel").records[0]
+    split = ["layers.0", "layers.1"] if write is None else ["layers.1"]
+    assert [s.module for s in record.sites if s.rule == "features"] == split
+    assert any("is written by" in r.reason for r in record.refusals) == (write is not None)
