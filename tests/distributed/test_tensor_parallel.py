@@ -57,6 +57,37 @@ ATTENTION: list[dict[str, Any]] = [
 MIXERS: list[dict[str, Any]] = [{"family": family} for family in ("mamba2", "bamba", "nemotron_h", "granitemoehybrid")]
 
 
+ONE_GROUP = {
+    "mamba2": "n_groups", "bamba": "mamba_n_groups", "nemotron_h": "n_groups", "falcon_h1": "mamba_n_groups",
+    "granitemoehybrid": "mamba_n_groups",
+}  # fmt: skip
+
+
+def of_one_group(family: str, **more: Any) -> dict[str, Any]:
+    """B and C of one group for all heads, as in Mamba-2's own checkpoints, Bamba's, Granite's and Falcon-H1's."""
+    return {"family": family, "overrides": {ONE_GROUP[family]: 1}, **more}
+
+
+def test_a_scan_whose_heads_all_read_one_group_is_split_by_heads(tmp_path):
+    """B and C lie beside the heads in in_proj and the convolution; every rank holds them, their gradients are summed."""
+    whole, dropped = launch(2, [of_one_group("mamba2", steps=2), of_one_group("mamba2", drop=1)], tmp_path)
+    check(whole, steps=2)
+    assert whole[0]["sites"][:2] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
+    assert all(found["held"][0] < 0.75 * found["held"][1] for found in whole)
+    assert min(max(found["gradients"]) for found in dropped) > 100 * TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole-tokens", "own-tokens"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_scans_of_one_group_train_and_generate(world, sequence, tmp_path):
+    text = "tensor-parallel,sequence-parallel" if sequence else "tensor-parallel"
+    cases = [of_one_group(family, steps=3, do=["generate"], pipeline=text) for family in ONE_GROUP]
+    for ranks in launch(world, cases, tmp_path, timeout=1800):
+        check(ranks, steps=3)
+        assert any("mixer" in site or "mamba" in site for site in ranks[0]["sites"])
+
+
 @pytest.mark.slow
 def test_a_buffer_that_is_split_is_neither_trained_nor_saved(tmp_path):
     """falcon_h1 multiplies what in_proj gives by a vector that it keeps as an unsaved buffer."""
