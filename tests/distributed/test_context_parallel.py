@@ -79,9 +79,11 @@ def test_mamba2_on_three_and_four_ranks(tmp_path, size, how, packed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("groups", [2, 1])  # one: all ranks of tp hold B and C, and exchange their own heads' states
 @pytest.mark.parametrize("how", ["tp", "sp"])
-def test_mamba2_on_two_by_two_ranks(tmp_path, how):
-    check(ranks(tmp_path, 4, "mamba2", TWO_BY_TWO, PIPELINES[how].removesuffix(",ulysses")))
+def test_mamba2_on_two_by_two_ranks(tmp_path, how, groups):
+    given = f'set={{"n_groups": {groups}}}'
+    check(ranks(tmp_path, 4, "mamba2", TWO_BY_TWO, PIPELINES[how].removesuffix(",ulysses"), given))
 
 
 @pytest.mark.slow
