@@ -76,8 +76,8 @@ class Units:
 
     Args:
         count: how many there are; rank r gets ``shares(count, size)[r]`` consecutive ones.
-        common: whether what every unit needs has a label as well (B and C of a scan with one group, which lie beside the
-            heads in one projection). Without one it is not split, and enters a region from outside.
+        common: whether what every unit needs has a label as well (B and C of a scan with one group, which lie beside
+            the heads in one projection). Without one it is not split, and enters a region from outside.
     """
 
     def __init__(self, count: int, *, common: bool = False) -> None:

@@ -69,7 +69,7 @@ def of_one_group(family: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_scan_whose_heads_all_read_one_group_is_split_by_heads(tmp_path):
-    """B and C lie beside the heads in in_proj and the convolution; every rank holds them, their gradients are summed."""
+    """B and C lie beside the heads in in_proj and the convolution; all ranks hold them, their gradients are summed."""
     whole, dropped = launch(2, [of_one_group("mamba2", steps=2), of_one_group("mamba2", drop=1)], tmp_path)
     check(whole, steps=2)
     assert whole[0]["sites"][:2] == ["backbone.layers.0.mixer", "backbone.layers.1.mixer"]
