@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,10 +160,12 @@ class Split:
         held = self.region.units.held(labels, self.axis.size)
         if not self.graph.training or sum(map(len, held)) == labels.numel():
             return weight
+        holders = Counter(row for rows in held for row in rows)
+        place = {row: i for i, row in enumerate(r for r in sorted(holders) if holders[r] > 1)}
+        here = [(place[row], i) for i, row in enumerate(held[self.axis.rank]) if row in place]
+        own, rows = [a for a, _ in here], [i for _, i in here]
         with self.graph.before(op, self.maker):
-            return self.graph.call(
-                share_rows, weight, dim, labels.numel(), held[self.axis.rank], self.axis.name, self.axis.group
-            )
+            return self.graph.call(share_rows, weight, dim, len(place), own, rows, self.axis.name, self.axis.group)
 
     def split_column(self, op: fx.Node) -> None:
         linear, labels = self.region.linears[op], self.region.placed[op].labels

@@ -124,19 +124,23 @@ class _GatherRows(torch.autograd.Function):
 
 class _ShareRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, total: int, own: list[int], group: str) -> Tensor:
-        ctx.where = dim, total, own, group
+    def forward(ctx: Any, x: Tensor, dim: int, total: int, own: list[int], rows: list[int], group: str) -> Tensor:
+        ctx.where = dim, total, own, rows, group
         return x.view_as(x)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        dim, total, own, group = ctx.where
-        index = indices_on(grad.device, own)
-        shape = list(grad.shape)
-        shape[dim] = total
-        full = grad.new_zeros(shape).index_copy(dim, index, grad)
-        return sum_over(full, group).index_select(dim, index), None, None, None, None
+        dim, total, own, rows, group = ctx.where
+        here = indices_on(grad.device, rows)
+        part = grad.index_select(dim, here)
+        if own == list(range(total)):
+            part = sum_over(part, group)
+        else:
+            index, shape = indices_on(grad.device, own), list(grad.shape)
+            shape[dim] = total
+            part = sum_over(grad.new_zeros(shape).index_copy(dim, index, part), group).index_select(dim, index)
+        return grad.index_copy(dim, here, part), None, None, None, None, None
 
 
 def copy_to(x: Tensor, axis: str, group: str) -> Tensor:
@@ -149,13 +153,16 @@ def reduce_from(x: Tensor, axis: str, group: str) -> Tensor:
     return _Wait.apply(_ReduceStart.apply(x, group), group)
 
 
-def share_rows(x: Tensor, dim: int, total: int, own: Sequence[int], axis: str, group: str) -> Tensor:
+def share_rows(
+    x: Tensor, dim: int, total: int, own: Sequence[int], rows: Sequence[int], axis: str, group: str
+) -> Tensor:  # fmt: skip
     """A shard some of whose rows other ranks hold too: identity; gradients of one row are summed over its holders.
 
     Args:
-        x: this rank's rows along ``dim``. total: rows of the whole. own: which of them ``x`` is.
+        x: this rank's rows along ``dim``.
+        total: rows that several ranks hold, which alone are sent. own: which of these this rank has. rows: where in x.
     """
-    return _ShareRows.apply(x, dim, total, list(own), group)
+    return _ShareRows.apply(x, dim, total, list(own), list(rows), group)
 
 
 def gather_last(x: Tensor, sizes: Sequence[int], rank: int, axis: str, group: str) -> Tensor:

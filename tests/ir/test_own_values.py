@@ -52,7 +52,9 @@ CASES = {
     "copy_to": lambda x, g: collectives.copy_to(x, "a", g),
     "reduce_from": lambda x, g: collectives.reduce_from(x, "a", g),
     "gather_last": lambda x, g: collectives.gather_last(x, [x.shape[-1]], 0, "a", g),
-    "share_rows": lambda x, g: collectives.share_rows(x, 1, x.shape[1], list(range(x.shape[1])), "a", g),
+    "share_rows": lambda x, g: collectives.share_rows(
+        x, 1, x.shape[1], list(range(x.shape[1])), list(range(x.shape[1])), "a", g
+    ),
     "gather_tokens": lambda x, g: sequence.gather_tokens(x, 1, x.shape[1], 1, "a", g),
     "scatter_tokens": lambda x, g: sequence.scatter_tokens(x, 1, 1, "a", g),
     "unshard_tokens": lambda x, g: sequence.unshard_tokens(x, 1, x.shape[1], 1, 0, "a", g),
