@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -132,7 +133,8 @@ def set_timeout(mesh: Mesh, seconds: float) -> None:
             group = group_of(axis)
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
             if dist.get_backend(group) != "gloo":
-                watch(axis.group, seconds, late, ANSWER)
+                answer = min(ANSWER, 0.3 * seconds)
+                watch(axis.group, seconds, functools.partial(late, answer=answer), answer)
 
 
 @contextlib.contextmanager

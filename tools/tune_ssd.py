@@ -46,20 +46,24 @@ def tune(
     units = b * B.shape[2] * -(-H // B.shape[2] * max(1, P // 64) // 2)
     options: dict[str, Any] = {"chunk_size": 64, "dt_softplus": True}
     dy = torch.randn_like(x)
-    told, rows = [], []
+    told: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for way, base in (
         ("forward", ours.choose_forward(x, B, C, D, None)),
         ("backward", ours.choose_backward(x, B, C, D, None, dy)),
     ):
         found: list[tuple[float, Any]] = []
         failed: list[tuple[str, str]] = []
+        text, kept = Table(tuple(rows)).text(), None
+        if way == "backward":  # as after the forward that was chosen
+            kept = ours.chunk_scan(**ins, **options, tiles=text, keep_starts=True)[2]
         for config in candidates(base, units, processors):
             step(f"{way} {len(found) + len(failed) + 1}")
 
-            def run(way: str = way, config: Any = config) -> Any:
+            def run(way: str = way, config: Any = config, text: str = text, kept: Any = kept) -> Any:
                 if way == "forward":
                     return ours.chunk_scan(**ins, **options, config=config)
-                return ours.chunk_scan_backward(dy, None, **ins, **options, config=config)
+                return ours.chunk_scan_backward(dy, None, **ins, **options, config=config, tiles=text, starts=kept)
 
             try:
                 found.append((time(run), config))

@@ -80,10 +80,10 @@ def wait(x: Tensor, group: str, what: str, sent: Tensor | None = None) -> Tensor
     return made
 
 
-def late(group: str, what: str) -> str:
+def late(group: str, what: str, answer: float = ANSWER) -> str:
     """What :mod:`latentscan.ir.ops.watching` says of a collective that a device waits for."""
     # What was started last has a later number than what is waited for.
-    return str(lost(group, what, RuntimeError("the time-out is near"), counted=False))
+    return str(lost(group, what, RuntimeError("the time-out is near"), counted=False, answer=answer))
 
 
 def is_transport(error: BaseException) -> bool:
@@ -92,10 +92,13 @@ def is_transport(error: BaseException) -> bool:
     return any(word in text for word in ("gloo", "CCL", "DistBackendError", "Connection closed", "Timed out waiting"))
 
 
-def lost(group: str, what: str, error: BaseException, *, counted: bool = True) -> MeshError:
+def lost(
+    group: str, what: str, error: BaseException, *, counted: bool = True, answer: float = ANSWER
+) -> MeshError:  # fmt: skip
     """The error of a wait that failed: this rank, the collective, the module, and where the others say they are.
 
-    ``counted``: it is the group's last collective, whose number can be told.
+    Args:
+        counted: it is the group's last collective, whose number can be told. answer: seconds that the others are given.
     """
     import torch.distributed as dist
 
@@ -108,7 +111,7 @@ def lost(group: str, what: str, error: BaseException, *, counted: bool = True) -
         with contextlib.suppress(RuntimeError):  # not every backend counts
             if counted:
                 here = f"{here}, collective {pg._get_sequence_number_for_group()} of its group"
-        told = _others(name, pg, rank, here)
+        told = _others(name, pg, rank, here, answer)
     ended = "closed" in str(error) or "reset" in str(error)
     why = "another rank ended" if ended else "the others did not come in time"
     return MeshError(
@@ -123,21 +126,24 @@ def _short(error: BaseException) -> str:
     return text[:160]
 
 
-def _others(group: str, pg: Any, rank: int, here: str) -> str:
+def _others(group: str, pg: Any, rank: int, here: str, answer: float) -> str:
     """Tell the store where this rank is, and read where the others of the group are."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     store = distributed_c10d._get_default_store()
     store.set(f"latentscan/{group}/{rank}", here)
-    deadline, lines = time.monotonic() + ANSWER, []
+    deadline, lines = time.monotonic() + answer, []
     for other in dist.get_process_group_ranks(pg):
         if other == rank:
             continue
         key = f"latentscan/{group}/{other}"
         try:
-            left = max(0.05, deadline - time.monotonic())
-            store.wait([key], timedelta(seconds=left))
+            left = deadline - time.monotonic()
+            if left > 0:
+                store.wait([key], timedelta(seconds=left))
+            elif not store.check([key]):
+                raise TimeoutError
             lines.append(f"rank {other} waits at {store.get(key).decode()}")
         except Exception:  # noqa: BLE001  the wait's own time-out, or a store that went with its rank
             lines.append(f"rank {other} gave no sign: it ended, or computes, or waits for a shorter time")

@@ -90,7 +90,7 @@ class HopperBackward:
             free where dx comes later, allow.
         workspace: bytes for a segment of the walk back; 0: 9/32 of x's, or all that is wanted, if that is little; a
             sixteenth of x's for the last segment where ``atomic``, as nothing else needs it then.
-        every: chunks between two states that are kept to tell what flows across chunks; a power of two.
+        every: chunks between two states that are kept to tell what flows across chunks; a power of two, at least 2.
         state_parts: programs that share a piece in the pass that finds the states before the pieces.
         together: heads whose pairs of tokens one program sums, at most.
         atomic: dB and half of dC are summed over pairs of heads by adding to memory, in no fixed order: two runs may
@@ -110,6 +110,12 @@ class HopperBackward:
     state_stages: int = 3
     state_registers: int = 216
     atomic: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every < 2 or self.every & (self.every - 1):
+            raise ValueError(f"every={self.every} is no power of two of at least 2")
+        if self.pieces < 1 or self.segments < 0 or not isinstance(self.atomic, bool):
+            raise ValueError(f"pieces={self.pieces}, segments={self.segments} or atomic={self.atomic!r} cannot be")
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ def gluon_works() -> bool:
 def starts_shape(device: torch.device, dtype: torch.dtype, tokens: Any, P: int, N: int) -> tuple[Any, ...]:
     """[rows, 2, 64, N] of the states before its pieces that the forward keeps for the backward, in fp32.
 
-    No rows where no kernel has such pieces. Of few tokens (all rows of a batch) there are two, which nobody reads: so
+    No rows where no kernel has such pieces. Below 8 192 tokens (of all rows) there are two, which nobody reads: so
     symbolic tokens need no guard, neither against no element nor between short and long.
     """
     fits = dtype in (torch.bfloat16, torch.float16) and P % 64 == 0 and N in (64, 128)
@@ -147,7 +153,7 @@ def starts_shape(device: torch.device, dtype: torch.dtype, tokens: Any, P: int, 
     on = Device.of(device)
     if on.capability != (9, 0) or not gluon_works():
         return 0, 2, 64, N
-    long = torch.sym_min(1, tokens // (64 * on.processors))
+    long = torch.sym_min(1, tokens // 8192)
     return torch.sym_max(2, on.processors * long), 2, 64, N
 
 

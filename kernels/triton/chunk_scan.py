@@ -89,6 +89,7 @@ def chunk_scan(
     if keep_starts and config is not None:
         raise ValueError("keep_starts is for the shipped choice or tiles, which the backward knows; config was given")
     with _on(x):
+        x, B, C, z, _ = _laid_out(x, B, C, D, z)
         config = config or _told(tiles, x, B, C, D, z) or choose_forward(x, B, C, D, z)
         starts = None
         if keep_starts:
@@ -96,7 +97,8 @@ def chunk_scan(
             starts = torch.empty(shape, device=x.device, dtype=torch.float32)
         if isinstance(config, Forward):
             y, state = plain_forward.forward(x, steps, B, C, D, z, init_state, config)
-            return (y, state) if starts is None else (y, state, starts)
+            # Nobody reads them then.
+            return (y, state) if starts is None else (y, state, starts.fill_(float("nan")))
         from latentscan.kernels.triton import chunk_scan_gluon
 
         if reason := chunk_scan_gluon.refusal(x, B, C, D, z):
@@ -127,6 +129,7 @@ def chunk_scan_backward(
     )
     dy = torch.zeros_like(x, memory_format=torch.contiguous_format) if dy is None else rows_of(dy)
     with _on(x):
+        x, B, C, z, dy = _laid_out(x, B, C, D, z, dy)
         config = config or _told_back(tiles, x, B, C, D, z, dy) or choose_backward(x, B, C, D, z, dy)
         grads: Any
         if isinstance(config, Backward):
@@ -157,6 +160,24 @@ def choose_forward(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor 
             units = batch * G * -(-(heads // G * (P // 64)) // 2)
             return hopper_config(units, batch * length * G * (2 * N + 64) * 2, device)
     return forward_config(pad(P), pad(B.shape[-1]), x.dtype, batch * heads, -(-length // 64), device)
+
+
+def _laid_out(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dy: Tensor | None = None) -> Any:
+    """(x, B, C, z, dy), on Hopper copied where only their layout keeps them from the form in Gluon.
+
+    A copy costs less than the other form; and the backward gets the same form, however saved tensors came back.
+    """
+    if not x.is_cuda or Device.of(x.device).capability != (9, 0) or not gluon_works():
+        return x, B, C, z, dy
+    from latentscan.kernels.triton import chunk_scan_gluon as gluon
+
+    if gluon.refusal(x, B, C, D, z, layout=False) is not None:
+        return x, B, C, z, dy
+
+    def dense(t: Any) -> Any:
+        return t if t is None or gluon.copyable(t) else t.clone(memory_format=torch.contiguous_format)
+
+    return dense(x), dense(B), dense(C), dense(z), dense(dy)
 
 
 def _told(tiles: str, x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> Any:
@@ -199,7 +220,9 @@ def choose_backward(
             like = hopper_config(pairs, batch * length * B.shape[2] * 4 * B.shape[3], device)
             # Of a short sequence dA has few windows to sum over, and their noise costs more than their states.
             every = 8 if length >= 8192 else 4
-            return HopperBackward(pieces=like.pieces, state_parts=like.state_parts, every=every)
+            # With few heads a group, sums in memory are more than the slabs that they save.
+            few = heads // B.shape[2] * (P // 64) <= 4
+            return HopperBackward(pieces=like.pieces, state_parts=like.state_parts, every=every, atomic=not few)
     return backward_config(pad(P), pad(B.shape[-1]), x.dtype, heads // B.shape[2], device)
 
 

@@ -208,19 +208,22 @@ def backward(
     if k.atomic and not shared:
         most = NC
     kept = W * s.b, heads * WIDTH, 1, s.N
-    dx = torch.empty(x.shape, device=device, dtype=x.dtype) if shared else None
+    parts = triton.cdiv(share, k.together)
+    summed, weighed = (s.b, NC * CHUNK, s.G, s.N), (2 * parts, s.b, s.G, NC, CHUNK, CHUNK)
+    # So does the sum of dC, and what pairs weigh, if both fit; dx comes after the latter else.
+    before_dx = math.prod(weighed) * 4 + (math.prod(summed) * 4 if k.atomic else 0) + math.prod(kept) * size
+    early = shared and before_dx <= x.numel() * size
+    dx = empty_like(x) if early else None
     room = Room(None if dx is None else dx.view(-1), device)
-    hs = room.take(kept, x.dtype)
+    hs = room.take(kept, x.dtype) if early else None
 
     # Pairs of tokens in a chunk.
-    parts = triton.cdiv(share, k.together)
     flow, joined, products, seen = (empty(s.b, heads, NC * CHUNK) for _ in range(4))
     scores = segment_scores(B, C, s, x.dtype, chunks=NC)
     turned = empty(s.b, s.G * NC * CHUNK, 1, CHUNK, dtype=x.dtype)
 
-    summed = (s.b, NC * CHUNK, s.G, s.N), f32
-    sum_C, sum_B = (room.take(*summed), empty(*summed[0])) if k.atomic else (empty_like(C), empty_like(B))
-    weights = Room(room.free, device).take((2 * parts, s.b, s.G, NC, CHUNK, CHUNK), f32)
+    sum_C, sum_B = (room.take(summed, f32), empty(*summed)) if k.atomic else (empty_like(C), empty_like(B))
+    weights = Room(room.free, device).take(weighed, f32)
     launch(
         pairs_kernel, s.b * NC * s.G * parts, *tiles[:2], lines, scores, flow, joined, products, weights, s.L, heads,
         s.G, NC, share, parts, s.b, Q=CHUNK, P=WIDTH, ST=k.pair_stages, RC=k.pair_registers, RP=24, SPLIT=split,
@@ -232,6 +235,11 @@ def backward(
     )  # fmt: skip
     dD = products.view(s.b, s.H, split, NC * CHUNK).sum((0, 2, 3))
     del scores, weights, products
+
+    if hs is None:
+        dx = empty_like(x) if shared else None
+        room = Room(None if dx is None else dx.view(-1), device)
+        hs = room.take(kept, x.dtype)
 
     # The walk forward; its slab may be as large as dx where dx is not there yet.
     at_once = NC if room.free is None or k.atomic else max(most, room.free.numel() // slab_chunk)
@@ -258,7 +266,7 @@ def backward(
 
     # The walk back, in segments.
     if dx is None:
-        dx = torch.empty(x.shape, device=device, dtype=x.dtype)
+        dx = empty_like(x)
     dxw = dx.view(s.b, s.L, heads, WIDTH) if split > 1 else dx
     ddt = torch.empty(steps.dt.shape, device=device, dtype=steps.dt.dtype)
     sums = empty(2, s.b * NC, s.H)

@@ -154,7 +154,7 @@ def join_kernel(
     tl.store(turned + at, tl.trans(tl.load(scores + at)))
     weight = tl.zeros([Q, Q], tl.float32)
     for part in range(parts):
-        weight += tl.load(weights + part * batch * G * NC * (Q * Q) + at)
+        weight += tl.load(weights + (pid * 0 + part) * batch * G * NC * (Q * Q) + at)
     weight = tl.where(q[:, None] <= q[None, :], weight, 0.0).to(B.dtype.element_ty)  # [source, reader]
     to = ((b * rows + token) * G + g)[:, None] * N + n[None, :]
     Bt = tl.load(B + b * B_sb + token[:, None] * B_sl + g * B_sg + n[None, :], mask=there, other=0.0)

@@ -18,6 +18,7 @@ def slabs_kernel(
     slab [PARTS, b, tokens, G N]; ODD: of every other chunk, from the second on. BLOCK divides Q G N.
     """
     pid = tl.program_id(0).to(tl.int64)
+    tokens += pid * 0  # 64 bits: a segment may have more elements than 32 count
     blocks = tl.cdiv(tokens * GN, BLOCK)
     i, b = pid % blocks, pid // blocks
     o = i * BLOCK + tl.arange(0, BLOCK)

@@ -368,8 +368,8 @@ def copyable(t: Tensor) -> bool:
     )
 
 
-def refusal(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> str | None:
-    """Why this form cannot take such tensors; None if it can."""
+def refusal(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, *, layout: bool = True) -> str | None:
+    """Why this form cannot take such tensors; None if it can. ``layout``: as they lie, not after a copy."""
     b, L, _, P = x.shape
     if x.dtype not in (torch.bfloat16, torch.float16) or B.dtype != x.dtype or C.dtype != x.dtype:
         return "x, B and C are not all bfloat16 or all float16"
@@ -381,7 +381,7 @@ def refusal(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None)
         return "D is per channel"
     if z is not None and z.dtype != x.dtype:
         return f"z is {z.dtype} and x {x.dtype}"
-    if not all(copyable(t) for t in (x, B, C, x if z is None else z)):
+    if layout and not all(copyable(t) for t in (x, B, C, x if z is None else z)):
         return "x, B, C or z is not laid out in rows of one stride and 16-byte alignment"
     return None
 

@@ -129,7 +129,8 @@ def candidates(base: Config, units: int, processors: int) -> Iterator[Config]:
         near = [replace(base, pieces=n, state_parts=j) for n in sorted(counts) for j in (1, 2, 4)]
         near += [replace(base, out_registers=240)]
     elif isinstance(base, HopperBackward):
-        near = [replace(base, segments=n) for n in (1, 2, 4)]
+        counts = {processors, max(1, processors // units) * units} - {base.pieces}
+        near = [replace(base, segments=n) for n in (1, 2, 4)] + [replace(base, pieces=n) for n in sorted(counts)]
         near += [replace(base, state_parts=j) for j in (2, 4)]
     elif isinstance(base, Forward):
         near = [replace(base, segments=max(1, round(base.segments * f))) for f in (0.5, 2, 4)]

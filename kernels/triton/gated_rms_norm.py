@@ -23,25 +23,36 @@ from latentscan.kernels.triton.mamba_common import (
 
 MAX_GROUP = 16384
 WIDE = 4096  # channels of a block above which a processor has one or two
-AHEAD = 1 << 17  # bytes of shared memory for the backward's rows that are under way
+SMALLEST = 163 << 10  # bytes of shared memory a block: sm_80's, of the devices that are compiled for without one
 _PROGRAMS = 512  # of the backward, each with its own sum for the weight
 
 
-def block_sizes(group_size: int, *, backward: bool, itemsize: int = 2) -> dict[str, int]:
+def block_sizes(
+    group_size: int, *, backward: bool, row: int = 6, weight: int = 2, room: int = SMALLEST
+) -> dict[str, int]:  # fmt: skip
     """Rows and channels of a block, and its warps, for a group of channels; how the backward brings rows.
 
     Measured on an H200: wide groups want more work a thread, for there are few blocks a processor. The backward wants
     the next two blocks under way; where these have no room, a row is read again from the cache (AGAIN) instead of
-    waiting in registers for its sums.
+    waiting in registers for its sums, if it is wide.
+
+    Args:
+        row: bytes a channel of what the backward reads of a row. weight: of the weight. room: bytes of shared memory.
     """
     channels = power_of_two(group_size)
     rows = max(1, (1024 if backward else 2048) // channels)
     elements = rows * channels
-    ahead = backward and elements * itemsize * 8 <= AHEAD
+    ahead = backward and 2 * elements * row + 2 * channels * weight + 256 <= room
     much = (ahead and channels >= WIDE) if backward else channels > WIDE
-    per_thread = 32 if much else 16
-    found = {"BR": rows, "BD": channels, "num_warps": min(32, max(2, elements // (32 * per_thread)))}
-    return {**found, "STAGES": 3 if ahead else 1, "AGAIN": not ahead} if backward else found
+    found = {"BR": rows, "BD": channels, "num_warps": min(32, max(2, elements // (32 * (32 if much else 16))))}
+    return {**found, "STAGES": 3 if ahead else 1, "AGAIN": not ahead and channels > WIDE} if backward else found
+
+
+def room_of(device: torch.device) -> int:
+    """Bytes of shared memory that a block may take there."""
+    if device.type != "cuda":
+        return SMALLEST
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 << 10))
 
 
 @triton.jit
@@ -217,7 +228,8 @@ def gated_rms_norm_backward(
     xs, dys = _rows(x), _rows(dy)
     zs = xs if z is None else _rows(z)
     rows = xs.shape[0]
-    size = block_sizes(group_size, backward=True, itemsize=x.element_size())
+    row = x.element_size() + dy.element_size() + (0 if z is None else z.element_size())
+    size = block_sizes(group_size, backward=True, row=row, weight=weight.element_size(), room=room_of(x.device))
     programs = max(1, min(_PROGRAMS // 2 if size["BD"] > WIDE else _PROGRAMS, cdiv(rows, size["BR"])))
     part = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
     _backward_kernel[(programs * groups,)](

@@ -80,6 +80,20 @@ def test_it_is_told_by_the_time_that_the_others_answer(seconds, from_then):
     assert watch.look() and told
 
 
+def test_many_silent_ranks_take_no_longer_than_the_answer():
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+    dist.init_process_group("fake", rank=1, world_size=64, store=dist.HashStore())
+    try:
+        began = time.monotonic()
+        text = late(dist.group.WORLD.group_name, "all_reduce", 0.2)
+        assert time.monotonic() - began < 2.0  # 0.05 s more for each would be 3 s
+        assert text.count("gave no sign") == 63
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_thread_looks_while_something_is_under_way():
     told = []
     watch = Watch(0.4, lambda group, what: what, tell=told.append)

@@ -237,6 +237,14 @@ def errors(case: Case, k: HopperBackward, kept: Tensor | None = None) -> dict[st
     }  # fmt: skip
 
 
+def many_elements() -> float:
+    """The first block of a segment of 2^31 elements."""
+    one, out = torch.ones(1024), torch.zeros(1024)
+    sizes = (1 << 21, 1 << 21, 1, 0, 1 << 21, 1024, 0)  # L, rows, batch, first, tokens, GN, PARTS
+    ours.slabs_kernel[(1,)](one, one, out, *sizes, BLOCK=1024, Q=Q, ODD=True)
+    return float(out.sum())
+
+
 def main() -> None:
     ours.launch = stand_in  # type: ignore[assignment]
     ours.descriptor = lambda t, *_: SimpleNamespace(base=t)  # type: ignore[assignment,return-value]
@@ -252,6 +260,7 @@ def main() -> None:
     told["what was kept"] = errors(case, k, kept)
     told["ends without what was kept"] = {"forward": ENDS.count(False), "back": ENDS.count(True)}
     told["sabotage: what was kept is of others"] = errors(case, k, kept * 1.01)
+    told["more elements than 32 bits count"] = {"written": many_elements()}
     ours.noise = lambda dtype: 2.0**-18  # as in bfloat16
     told["shipped"] = errors(*CASES["packed, parts"])
     sizes: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "lengths": (20, 1), "batch": 2}

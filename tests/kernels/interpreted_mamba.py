@@ -279,8 +279,8 @@ def test_norm_with_more_rows_than_programs(monkeypatch):
 @pytest.mark.parametrize("room", [0, 1 << 17])
 def test_norm_of_a_wide_row_that_is_read_again_or_ahead(monkeypatch, room):
     monkeypatch.setattr(norm, "WIDE", 8)
-    monkeypatch.setattr(norm, "AHEAD", room)
-    sizes = norm.block_sizes(24, backward=True, itemsize=4)
+    monkeypatch.setattr(norm, "room_of", lambda device: room)
+    sizes = norm.block_sizes(24, backward=True, row=12, weight=4, room=room)
     assert (sizes["AGAIN"], sizes["STAGES"]) == ((True, 1) if room == 0 else (False, 3))
     for first in (False, True):
         check_norm((2, 5, 48), 24, first, True, torch.float32)

@@ -79,6 +79,13 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
             f"norm {name} backward",
             lambda y=y, z=z, w=weight, o=options: gated_rms_norm_backward(y, y, z, w, **o),
         )
+    for name, dtype in (("fp32 weight", BF16), ("fp32", FP32)):
+        y, weight = meta(1, 4096, 5120, dtype=dtype), meta(5120, dtype=FP32)
+        options = {"eps": 1e-5, "group_size": 5120, "norm_before_gate": True}
+        yield (
+            f"norm 2.7B backward, {name}",
+            lambda y=y, w=weight, o=options: gated_rms_norm_backward(y, y, y, w, **o),
+        )
     heads = meta(80, dtype=FP32)
     for name, state in (("fp32", FP32), ("bf16", BF16)):
         args = (meta(64, 80, 64, 128, dtype=state), meta(64, 80, 64), meta(64, 80), heads, meta(64, 1, 128))

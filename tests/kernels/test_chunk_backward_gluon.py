@@ -29,7 +29,7 @@ def found() -> dict[str, dict[str, float]]:
 
 def test_everything_but_the_walks_is_exact(found):
     for name, errors in found.items():
-        if name not in ("shipped", "warm_up", "ends without what was kept") and "sabotage" not in name:
+        if not {"x", "A"} - set(errors) and name != "shipped" and "sabotage" not in name:
             # fp32 sums of up to 777 tokens; ddt_bias is the sum of what cancels.
             assert {k: e for k, e in errors.items() if not e < (1e-4 if k == "dt_bias" else 1e-5)} == {}, name
 
@@ -42,6 +42,47 @@ def test_what_is_taken_for_rounding_costs_less_than_the_bar(found):
 def test_states_that_the_forward_kept_are_not_found_again(found):
     assert found["ends without what was kept"] == {"forward": 0, "back": 1}
     assert found["sabotage: what was kept is of others"]["C"] > 1e-4
+
+
+def test_a_segment_of_more_elements_than_32_bits_count_is_written(found):
+    assert found["more elements than 32 bits count"] == {"written": 1024}
+
+
+@pytest.mark.parametrize("wrong", [{"every": 1}, {"every": 6}, {"every": 0}, {"pieces": 0}, {"atomic": "no"}])
+def test_a_choice_that_cannot_be_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        HopperBackward(**wrong)
+
+
+def hopper(monkeypatch):
+    monkeypatch.setattr(chunk_configs.Device, "of", staticmethod(lambda device: chunk_configs.H200))
+    monkeypatch.setattr(chunk_scan, "gluon_works", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda self: 0)
+
+
+def test_the_form_does_not_depend_on_how_tensors_lie(monkeypatch):
+    """A saved tensor may come back as another layout (off the device and back): the backward takes the same form."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    hopper(monkeypatch)
+    with FakeTensorMode():
+
+        def empty(b, length, heads, width, row=0, rows=0):
+            row = row or heads * width
+            strides = (rows or length) * row, row, width, 1
+            return torch.empty_strided((b, length, heads, width), strides, dtype=torch.bfloat16, device="cuda")
+
+        B = empty(2, 8192, 1, 128)
+        odd = empty(2, 8192, 80, 64, row=80 * 64 + 4)  # rows of no multiple of 16 bytes
+        for x in (empty(2, 8192, 80, 64, rows=9000), odd, empty(2, 8192, 80, 64)):
+            laid, *_ = chunk_scan._laid_out(x, B, B, None, None)
+            assert type(chunk_scan.choose_forward(laid, B, B, None, None)) is Hopper
+            assert type(chunk_scan.choose_backward(laid, B, B, None, None, laid)) is HopperBackward
+        assert type(chunk_scan.choose_forward(odd, B, B, None, None)) is Forward
+        wide = empty(2, 8200, 80, 64)  # rows that copies cannot see as one: no copy helps
+        assert chunk_scan._laid_out(wide, B, B, None, None)[0] is wide
+        few = empty(1, 32768, 40, 64), empty(1, 32768, 10, 128)
+        assert not chunk_scan.choose_backward(few[0], few[1], few[1], None, None, few[0]).atomic
 
 
 def test_a_fixed_order_is_taken_where_it_is_asked_for(monkeypatch):

@@ -57,7 +57,8 @@ def test_every_shipped_choice_compiles_and_the_table_of_registers_is_current(tmp
     rows = told["rows"]
     assert {row["sm"] for row in rows} == {80, 90}
     assert {row["kernel"] for row in rows} >= {"forward", "backward", "update", "local", "pass", "output", "walk"}
-    assert all(row["registers"] <= 255 and row["shared"] <= 49152 for row in rows)
+    room = {80: 163 << 10, 90: 227 << 10}  # bytes of shared memory that a block may have
+    assert all(row["registers"] <= 255 and row["shared"] <= room[row["sm"]] for row in rows)
     spilling = {(row["call"], row["sm"]): row["local"] for row in rows if row["local"] > 16}  # a scalar or two may
     assert not spilling
     # Registers belong to a version of Triton and its ptxas: the table is of one version.
