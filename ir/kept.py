@@ -23,7 +23,7 @@ from latentscan.ir.functions import ElementwiseFunction
 from latentscan.ir.graph import REGION, VALUE, Graph
 from latentscan.ir.layout import is_layout, linear_of
 from latentscan.ir.ops.base import REGISTRY
-from latentscan.ir.ops.collectives import copy_to
+from latentscan.ir.ops.collectives import copy_to, split_gated_norm
 from latentscan.ir.ops.exchange import MESSAGES, gather_shared, sum_partial, to_heads, to_tokens
 from latentscan.ir.ops.state_exchange import STATES, scan_enter, scan_leave
 from latentscan.ir.ops.swap import SWAP_OUT
@@ -124,6 +124,11 @@ def kept_by(graph: Graph, node: fx.Node, derived: set[fx.Node] | None = None) ->
         pass
     elif target is F.linear:  # rows of a weight
         keep(node.args[0])
+    elif target is split_gated_norm:  # and a number a token and group
+        keep(*node.args[:2])
+        value = graph.value(node.args[0])  # type: ignore[arg-type]
+        each = sympy.Mul(*(expression(n) for n in value.shape[:-1]))
+        found[node, "inverse"] = each * node.args[6] * max(4, value.element_size())  # type: ignore[operator]
     elif target in _EXCHANGES:
         if target is scan_enter:
             keep(*inputs)

@@ -188,6 +188,58 @@ def embed_rows(
     return reduce_from(torch.where(here.unsqueeze(-1), rows, 0.0), axis, group)
 
 
+class _SplitNorm(torch.autograd.Function):
+    """Keeps x, z and a number a token and group; all else is made again in the backward, in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, z: Tensor | None, weight: Tensor, eps: float, size: int, groups: list[int], count: int,
+        before: bool, group: str,
+    ) -> Tensor:  # fmt: skip
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        value, gate = x.to(wide), None if z is None else torch.nn.functional.silu(z.to(wide))
+        if gate is not None and not before:
+            value = value * gate
+        inverse = torch.rsqrt(sum_over(value.square() @ _members(groups, count, value), group) / size + eps)
+        out = value * (inverse @ _members(groups, count, value).t()) * weight.to(wide)
+        if gate is not None and before:
+            out = out * gate
+        ctx.save_for_backward(x, z, weight, inverse)
+        ctx.of = size, groups, count, before, group
+        return out.to(x.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, z, weight, inverse = ctx.saved_tensors
+        size, groups, count, before, group = ctx.of
+        wide = inverse.dtype
+        member = _members(groups, count, inverse)
+        value, through, gate, slope = x.to(wide), grad.to(wide), None, None
+        if z is not None:
+            raised = torch.sigmoid(z.to(wide))
+            gate = raised * z.to(wide)
+            slope = raised * (1 + z.to(wide) * (1 - raised))
+            value, through = (value, through * gate) if before else (value * gate, through)
+        unit = value * (inverse @ member.t())  # the normalised value
+        dweight = (through * unit).flatten(0, -2).sum(0).to(weight.dtype)
+        dunit = through * weight.to(wide)
+        shared = sum_over((dunit * unit) @ member, group) / size
+        dvalue = (dunit - unit * (shared @ member.t())) * (inverse @ member.t())
+        dz = None
+        if gate is not None and slope is not None and z is not None:
+            dz = grad.to(wide) * unit * weight.to(wide) * slope if before else dvalue * x.to(wide) * slope
+            dz = dz.to(z.dtype)
+            dvalue = dvalue if before else dvalue * gate
+        return dvalue.to(x.dtype), dz, dweight, None, None, None, None, None, None
+
+
+def _members(groups: Sequence[int], count: int, like: Tensor) -> Tensor:
+    """[local channels, groups]: 1 where a channel is of a group."""
+    of = indices_on(like.device, groups)
+    return (of[:, None] == torch.arange(count, device=like.device)).to(like.dtype)
+
+
 def split_gated_norm(
     x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_size: int, groups: Sequence[int], count: int,
     norm_before_gate: bool, axis: str, group: str,
@@ -198,17 +250,7 @@ def split_gated_norm(
         x, z: [.., local channels]; weight: [local channels].
         group_size: channels of a whole group. groups: the group of each local channel; count: groups in all.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    value = x.to(wide)
-    if z is not None and not norm_before_gate:
-        value = value * torch.nn.functional.silu(z.to(wide))
-    of = indices_on(x.device, groups)
-    member = (of[:, None] == torch.arange(count, device=x.device)).to(wide)  # [local channels, groups]
-    sums = _Wait.apply(_SumStart.apply(value.square() @ member, group), group)
-    value = value * (torch.rsqrt(sums / group_size + eps) @ member.t()) * weight.to(wide)
-    if z is not None and norm_before_gate:
-        value = value * torch.nn.functional.silu(z.to(wide))
-    return value.to(x.dtype)
+    return _SplitNorm.apply(x, z, weight, eps, group_size, list(groups), count, norm_before_gate, group)
 
 
 # What a graph's node that communicates can call; each takes the axis and the group as its last arguments.

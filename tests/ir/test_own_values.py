@@ -55,6 +55,9 @@ CASES = {
     "share_rows": lambda x, g: collectives.share_rows(
         x, 1, x.shape[1], list(range(x.shape[1])), list(range(x.shape[1])), "a", g
     ),
+    "split_gated_norm": lambda x, g: collectives.split_gated_norm(
+        x, x.cos(), x.new_ones(x.shape[-1]), 0.1, 2, [0, 0, 1, 1], 2, False, "a", g
+    ),
     "gather_tokens": lambda x, g: sequence.gather_tokens(x, 1, x.shape[1], 1, "a", g),
     "scatter_tokens": lambda x, g: sequence.scatter_tokens(x, 1, 1, "a", g),
     "unshard_tokens": lambda x, g: sequence.unshard_tokens(x, 1, x.shape[1], 1, 0, "a", g),
@@ -117,3 +120,42 @@ def test_gradients_of_gradients_are_refused(name, group):
     made = CASES[name](x * 2, group).sin().sum()
     with pytest.raises(RefusedError, match="create_graph=True"):
         torch.autograd.grad(made, x, create_graph=True)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["gate-first", "norm-first"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_a_norm_over_ranks_keeps_its_inputs_alone_and_has_their_gradients(before, gated, group):
+    """Groups of six channels, of which a rank may have any part: three groups of 4, 6 and 2 local channels."""
+    g = torch.Generator().manual_seed(0)
+    x, z = (torch.randn(2, 3, 12, generator=g, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(12, generator=g, dtype=torch.float64, requires_grad=True)
+    groups, size, eps = [0] * 4 + [1] * 6 + [2] * 2, 6, 0.1
+
+    def norm(x, z, weight):
+        gate = z if gated else None
+        return collectives.split_gated_norm(x, gate, weight, eps, size, groups, 3, before, "a", group)
+
+    def plain(x, z, weight):
+        gate = torch.nn.functional.silu(z) if gated else torch.ones_like(z)
+        value = x if before else x * gate
+        found, at = [], 0
+        for n in (4, 6, 2):
+            part = value[..., at : at + n]
+            found.append(part * torch.rsqrt(part.square().sum(-1, keepdim=True) / size + eps) * weight[at : at + n])
+            at += n
+        return torch.cat(found, -1) * (gate if before else 1)
+
+    saved: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        got = norm(x, z, weight)
+    want = plain(x, z, weight)
+    torch.testing.assert_close(got, want)
+    assert sum(t.numel() for t in saved) == (2 if gated else 1) * x.numel() + weight.numel() + 2 * 3 * 3
+    dout = torch.randn(want.shape, generator=g, dtype=torch.float64)
+    leaves = (x, z, weight) if gated else (x, weight)
+    torch.testing.assert_close(torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, leaves, dout))
