@@ -126,8 +126,8 @@ def numbers(name: str, ours: Callable[..., Any], reference: Callable[..., Any], 
     pairs = zip(*((v,) if isinstance(v, torch.Tensor) else v for v in (got, again)), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
     first, rest = worst(got, reference(*exact(args), **options))
-    low = any(isinstance(a, torch.Tensor) and a.dtype == BF16 for a in args)
-    bound = 5e-3 if low else 2e-5
+    kinds = {a.dtype for a in args if isinstance(a, torch.Tensor)}
+    bound = 5e-3 if BF16 in kinds else 1e-3 if torch.float16 in kinds else 2e-5
     verdict = "ok" if max(first, rest) < bound and same else "WRONG" if same else "NOT REPEATABLE"
     say(f"{name:34} {first:.1e} {rest:.1e} {verdict}")
 
