@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from latentscan.ir.errors import KernelError
+from latentscan.kernels.triton.chunk_configs import HopperBackward
 from latentscan.kernels.triton.chunk_tuning import Row, Table, candidates, device_name, read_table
 
 
@@ -55,7 +56,7 @@ def tune(
         found: list[tuple[float, Any]] = []
         failed: list[tuple[str, str]] = []
         text, kept = Table(tuple(rows)).text(), None
-        if way == "backward":  # as after the forward that was chosen
+        if isinstance(base, HopperBackward):  # as after the forward that was chosen
             kept = ours.chunk_scan(**ins, **options, tiles=text, keep_starts=True)[2]
         for config in candidates(base, units, processors):
             step(f"{way} {len(found) + len(failed) + 1}")
