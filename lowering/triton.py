@@ -32,7 +32,7 @@ def _define(
     """The op of a kernel: function ``name`` of a module of kernels/triton, described by the canonical op ``name``.
 
     Args:
-        schema: of the canonical op's schema, the kernel's own. fake: its own, with ``canonical`` as first argument.
+        schema: of the canonical op's schema, the kernel's own. fake: its own, if it is not the canonical op's.
         fixed: arguments of the function that no caller gives.
     """
     canonical = getattr(torch.ops.latentscan, name).default

@@ -157,9 +157,7 @@ class Session:
             for other in getattr(self.model, TIES, {}).get(path, ()):
                 graph.rename_weight(other, path)
         inputs = list(graph.inputs)
-        draws = {
-            path: not _draws(_module(self.model, path)) for path in map(module_path, filter(is_random, graph.nodes))
-        }
+        draws = drawing_modules(graph, self.model)
         context = Context(facts=self.plan.facts, own_parameters=True, required=self.plan.required, mesh=self.mesh)
         training, cached = graph.training, is_cached(graph)
         program = run(graph, self.passes, context, strict=False)

@@ -85,23 +85,31 @@ def test_the_form_does_not_depend_on_how_tensors_lie(monkeypatch):
         assert not chunk_scan.choose_backward(few[0], few[1], few[1], None, None, few[0]).atomic
 
 
-def test_a_fixed_order_is_taken_where_it_is_asked_for(monkeypatch):
+@pytest.fixture
+def told(monkeypatch):
+    """A call of the backward in Gluon -> (the choice, the states) that it is told."""
     from latentscan.kernels.triton import chunk_scan_backward_gluon as gluon
 
     seen: list[Any] = []
 
     def backward(*args):
-        seen.append(args[9])
+        seen.append(args[9:11])
         return (None,) * 9
 
     monkeypatch.setattr(gluon, "refusal", lambda *_: None)
     monkeypatch.setattr(gluon, "backward", backward)
     x, B, A = torch.randn(1, 64, 2, 64), torch.randn(1, 64, 1, 64), -torch.ones(2)
 
+    def call(config, starts=None):
+        chunk_scan.chunk_scan_backward(x, None, x, x[..., 0], A, B, B, chunk_size=64, config=config, starts=starts)
+        return seen.pop()
+
+    return call
+
+
+def test_a_fixed_order_is_taken_where_it_is_asked_for(told):
     def run(**more):
-        config = HopperBackward(**more)
-        chunk_scan.chunk_scan_backward(x, None, x, x[..., 0], A, B, B, chunk_size=64, config=config)
-        return seen.pop().atomic
+        return told(HopperBackward(**more))[0].atomic
 
     assert run() and not run(atomic=False)
     torch.use_deterministic_algorithms(True)
@@ -111,24 +119,12 @@ def test_a_fixed_order_is_taken_where_it_is_asked_for(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_was_kept_is_used_for_the_forwards_own_pieces_only(monkeypatch):
-    from latentscan.kernels.triton import chunk_scan_backward_gluon as gluon
-
-    seen: list[Any] = []
-
-    def backward(*args):
-        seen.append(args[10])
-        return (None,) * 9
-
-    monkeypatch.setattr(gluon, "refusal", lambda *_: None)
-    monkeypatch.setattr(gluon, "backward", backward)
-    x, B, A = torch.randn(1, 64, 2, 64), torch.randn(1, 64, 1, 64), -torch.ones(2)
+def test_what_was_kept_is_used_for_the_forwards_own_pieces_only(monkeypatch, told):
+    kept = torch.randn(7, 2, 64, 64)
     for forward, used in ((Hopper(pieces=7), True), (Hopper(pieces=8), False), (Forward(), False)):
         monkeypatch.setattr(chunk_scan, "choose_forward", lambda *_, chosen=forward: chosen)
-        chunk_scan.chunk_scan_backward(
-            x, None, x, x[..., 0], A, B, B, chunk_size=64, config=HopperBackward(pieces=7), starts=x
-        )
-        assert (seen.pop() is x) == used
+        assert (told(HopperBackward(pieces=7), kept)[1] is kept) == used
+    x, B, A = torch.randn(1, 64, 2, 64), torch.randn(1, 64, 1, 64), -torch.ones(2)
     with pytest.raises(ValueError, match="keep_starts"):
         chunk_scan.chunk_scan(x, x[..., 0], A, B, B, chunk_size=64, config=Forward(), keep_starts=True)
 
@@ -160,7 +156,7 @@ def test_segments_are_whole_windows_and_fit(chunks, segments):
 
 @given(
     chunks=st.integers(1, 3000).map(lambda n: 2 * n), most=st.integers(0, 300), every=st.sampled_from([2, 4, 8, 16]),
-    kept=st.none() | st.sampled_from([0.5, 0.25, 0.125]), slab=st.floats(0.4, 2.0),
+    kept=st.none() | st.sampled_from([0.5, 0.25, 0.125]), slab=st.just(0.0) | st.floats(0.4, 2.0),
 )  # fmt: skip
 def test_a_segment_back_never_writes_where_states_are_kept(chunks, most, every, kept, slab):
     spans = segments_back(chunks, most, kept, slab, every)

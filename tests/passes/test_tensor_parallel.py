@@ -23,6 +23,7 @@ from latentscan.runtime.cache import GraphCache, cache_argument
 from latentscan.runtime.options import Options
 from latentscan.runtime.own import alone_in_training, make_parameters, trains_alone
 from latentscan.runtime.wrap import wrap
+from latentscan.tests.ir.test_functions import Centred
 from latentscan.tests.models import build
 
 NINE = {
@@ -272,19 +273,9 @@ def test_a_refused_dropout_says_what_to_set():
     assert caught.value.remedy.startswith("set this dropout to 0")
 
 
-class _Centred(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x - x.mean(-1, keepdim=True)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 1.0
-
-
 class _CentredInTraining(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Centred.apply(x) if self.training else x
+        return Centred.apply(x) if self.training else x
 
 
 def test_a_refusal_of_a_part_of_what_was_planned_is_the_reason():

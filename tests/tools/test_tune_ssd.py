@@ -9,7 +9,7 @@ import torch
 
 from latentscan.ir.errors import KernelError
 from latentscan.kernels.triton.chunk_configs import Backward, Forward, Hopper, HopperBackward
-from latentscan.kernels.triton.chunk_tuning import Row, Table, candidates, read_table
+from latentscan.kernels.triton.chunk_tuning import Row, Table, candidates, parse_table, read_table
 from latentscan.tools import bench_ssd, tune_ssd
 from latentscan.tools.cli import BAD_INPUT, main
 
@@ -109,6 +109,28 @@ def test_the_fastest_that_runs_is_written_and_the_rest_of_the_table_stays(tmp_pa
     with pytest.raises(RuntimeError):  # the shipped choice itself does not run: no table
         tune_ssd.tune(path, ins, lambda run: (_ for _ in ()).throw(RuntimeError("no")), lambda text: None)
     assert read_table(path) == table
+
+
+def test_a_backward_is_timed_after_the_forward_that_was_chosen(tmp_path, monkeypatch):
+    """With the states that this forward kept, and told its tiles."""
+    from latentscan.kernels.triton import chunk_scan as ours
+
+    kept, seen = object(), []
+
+    def forward(*_, keep_starts=False, **options):
+        return (None, None, kept) if keep_starts else (None, None)
+
+    def backward(*_, **options):
+        seen.append(options)
+
+    monkeypatch.setattr(ours, "choose_forward", lambda *_: Hopper(pieces=11))
+    monkeypatch.setattr(ours, "choose_backward", lambda *_: HopperBackward(pieces=11))
+    monkeypatch.setattr(ours, "chunk_scan", forward)
+    monkeypatch.setattr(ours, "chunk_scan_backward", backward)
+    ins = bench_ssd.inputs(1, 256, 4, 64, 1, 16, device="cpu")
+    tune_ssd.tune(tmp_path / "tiles.json", ins, lambda run: (run(), 1.0)[1], lambda text: None)
+    assert len(seen) >= 4 and all(options["starts"] is kept for options in seen)
+    assert parse_table(seen[0]["tiles"]).forward(ins["x"], ins["B"]) == Hopper(pieces=11)
 
 
 def test_a_fault_that_is_not_about_what_fits_is_no_tile_that_failed(tmp_path):
